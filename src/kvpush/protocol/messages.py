@@ -1,0 +1,190 @@
+"""The messages of the push protocol and their wire form.
+
+A message is a msgspec struct in a tagged union, msgpack behind a magic and a version, at most 64 KiB. They travel as
+notifications between ranks; the transport adds the sender's agent name, so no message has to carry it.
+Decoding never raises anything but `MalformedMessage`: what arrives from the network is counted and dropped.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from kvpush.protocol.ids import PeerAddress, SendKey, TransferId, check_id
+from kvpush.protocol.prompt import PromptIdentity
+
+MAGIC = b"kvp"
+VERSION = 1
+MAX_MESSAGE_BYTES = 64 * 1024
+MAX_CONSUMERS = 1024
+MAX_PARTS = 256
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Attempt = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
+Text = Annotated[str, msgspec.Meta(max_length=512)]
+
+
+class MalformedMessage(ValueError):
+    """Bytes that are no message of this protocol version; the text says what is wrong with them."""
+
+
+class _Message(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True):
+    """Base of all messages; checks the ids that every one of them carries."""
+
+    def __post_init__(self) -> None:
+        for name in ("transfer_id", "key"):
+            value = getattr(self, name, None)
+            if value is None:
+                continue
+            if isinstance(value, SendKey):
+                if not 0 <= value.consumer < MAX_CONSUMERS:
+                    raise ValueError(f"consumer must be 0 to {MAX_CONSUMERS - 1}, got {value.consumer}")
+                value = value.transfer_id
+            check_id(value, "transfer_id")
+
+
+class Announce(_Message, frozen=True, tag="announce"):
+    """D to P: D's scheduler has the request, but no blocks for it yet."""
+
+    transfer_id: TransferId
+    prompt: PromptIdentity
+    sender: PeerAddress
+
+
+class Register(_Message, frozen=True, tag="register"):
+    """D to P: write this prompt's KV into these blocks.
+
+    attempt: the number of this registration among all that the sending rank ever made, so that nothing that was meant
+    for an earlier use of the same transfer id can be taken for this one. blocks: one encoded block table per KV cache
+    group, of part `part` of `parts` (a long table is split). first_token: the first token that D does not hold.
+    consumers: how many D requests share the transfer. sender: where P learns how to reach D.
+    """
+
+    key: SendKey
+    attempt: Attempt
+    prompt: PromptIdentity
+    first_token: Count
+    blocks: list[bytes]
+    sender: PeerAddress
+    consumers: Annotated[int, msgspec.Meta(ge=1, le=MAX_CONSUMERS)] = 1
+    part: Annotated[int, msgspec.Meta(ge=0, lt=MAX_PARTS)] = 0
+    parts: Annotated[int, msgspec.Meta(ge=1, le=MAX_PARTS)] = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.part >= self.parts:
+            raise ValueError(f"part {self.part} of {self.parts}")
+        if self.first_token >= self.prompt.num_tokens:
+            raise ValueError(
+                f"first_token {self.first_token} is not below the prompt's {self.prompt.num_tokens} tokens"
+            )
+        if self.key.consumer >= self.consumers:
+            raise ValueError(f"consumer {self.key.consumer} of {self.consumers}")
+
+
+class Release(_Message, frozen=True, tag="release"):
+    """D to P: this consumer needs nothing (its cache holds the prompt, or the request was rejected)."""
+
+    key: SendKey
+    sender: PeerAddress
+    all_consumers: bool = False
+
+
+class Cancel(_Message, frozen=True, tag="cancel"):
+    """D to P: stop writing for all attempts up to this one, and say `Quiet` when nothing is in flight."""
+
+    key: SendKey
+    attempt: Attempt
+    sender: PeerAddress
+
+
+class Ping(_Message, frozen=True, tag="ping"):
+    """D to P: are you there, and do you know these? Keeps the lease of every transfer that it names."""
+
+    seq: Count
+    sender: PeerAddress
+    registered: list[SendKey] = []
+    announced: list[TransferId] = []
+
+
+class Pong(_Message, frozen=True, tag="pong"):
+    """P to D: the answer; `known` are those of the ping's registrations that P holds in any state."""
+
+    seq: Count
+    known: list[SendKey] = []
+
+
+class Accepted(_Message, frozen=True, tag="accepted"):
+    """P to D: registration and request have met, and the prompts are equal."""
+
+    key: SendKey
+    attempt: Attempt
+
+
+class PieceDigest(msgspec.Struct, frozen=True, array_like=True):
+    """Digest of tokens [first_token, end_token) of one rank's KV, taken when the piece was pushed."""
+
+    first_token: int
+    end_token: int
+    digest: bytes
+
+
+class Commit(_Message, frozen=True, tag="commit"):
+    """P to D: every byte that this P rank owes for tokens [first_token, num_tokens) has landed."""
+
+    key: SendKey
+    attempt: Attempt
+    num_tokens: Count
+    num_bytes: Count
+    num_writes: Count
+    digests: list[PieceDigest] = []
+
+
+class Failed(_Message, frozen=True, tag="failed"):
+    """P to D: will not deliver. quiet: nothing is in flight and nothing will be posted (else `Quiet` follows)."""
+
+    key: SendKey
+    attempt: Attempt
+    reason: Text
+    quiet: bool
+
+
+class Quiet(_Message, frozen=True, tag="quiet"):
+    """P to D: for all attempts up to this one nothing is in flight and nothing will be posted."""
+
+    key: SendKey
+    attempt: Attempt
+
+
+ToProducer = Announce | Register | Release | Cancel | Ping
+ToConsumer = Accepted | Commit | Failed | Quiet | Pong
+Message = ToProducer | ToConsumer
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_HEADER = MAGIC + bytes([VERSION])
+
+
+def encode(message: Message) -> bytes:
+    """The wire form. Raises ValueError if it would exceed 64 KiB (the caller splits long block tables)."""
+    payload = _HEADER + _encoder.encode(message)
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"{type(message).__name__} of {len(payload)} bytes exceeds {MAX_MESSAGE_BYTES}")
+    return payload
+
+
+def decode(payload: bytes) -> Message:
+    """The message in `payload`. Raises MalformedMessage, and nothing else, for any other bytes."""
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise MalformedMessage(f"{len(payload)} bytes exceed {MAX_MESSAGE_BYTES}")
+    if payload[:3] != MAGIC:
+        raise MalformedMessage("no kvpush message (wrong magic)")
+    if len(payload) < 4 or payload[3] != VERSION:
+        raise MalformedMessage(
+            f"protocol version {payload[3] if len(payload) > 3 else 'missing'}, this side speaks {VERSION}"
+        )
+    try:
+        return _decoder.decode(memoryview(payload)[4:])
+    except (msgspec.DecodeError, ValueError, OverflowError, RecursionError) as error:
+        raise MalformedMessage(str(error)) from None

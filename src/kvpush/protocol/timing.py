@@ -1,0 +1,41 @@
+"""The bounds of DESIGN section 6.5 in one validated struct."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Every bound in seconds; together they leave no state in which P waits for D and D for P for ever.
+
+    rendezvous_timeout_s: a registration whose request P does not know ends after it.
+    unclaimed_timeout_s: a complete request that nobody registered for is dropped after it; announced_timeout_s if D
+    has announced it. admission_timeout_s: accepted, but P does not begin to compute. peer_timeout_s: silence after which
+    a peer is lost. ping_interval_s: how often a peer with shared transfers is asked. abort_drain_s: how long the blocks of an
+    aborted or failed request may wait for writes in flight before the attempt is poisoned. tombstone_s: how long the end of a
+    transfer is remembered.
+    """
+
+    rendezvous_timeout_s: float = 30.0
+    unclaimed_timeout_s: float = 60.0
+    announced_timeout_s: float = 300.0
+    admission_timeout_s: float = 300.0
+    peer_timeout_s: float = 10.0
+    ping_interval_s: float = 2.0
+    abort_drain_s: float = 2.0
+    tombstone_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if not 0 < value <= 86_400:
+                raise ValueError(f"{name} must be above 0 and at most 86400 seconds, got {value}")
+        if self.ping_interval_s >= self.peer_timeout_s:
+            raise ValueError(
+                f"ping_interval_s ({self.ping_interval_s}) must be below peer_timeout_s ({self.peer_timeout_s})"
+            )
+        if self.announced_timeout_s < self.unclaimed_timeout_s:
+            raise ValueError(
+                f"announced_timeout_s ({self.announced_timeout_s}) must not be below unclaimed_timeout_s "
+                f"({self.unclaimed_timeout_s})"
+            )
