@@ -1,0 +1,161 @@
+"""Raw files: what a benchmark wrote down, one JSON file per run. The only thing that figures are made from."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvpush.bench.environment import Environment
+from kvpush.bench.observe import Transfers
+from kvpush.bench.record import RequestRecord
+
+POOLS = ("fresh", "aged", "random")
+
+
+class RawError(ValueError):
+    """A raw file that cannot be used; the message begins with its name."""
+
+
+class Load(msgspec.Struct, kw_only=True):
+    """Requests that prepared an engine pair: warm-up or ageing. failures: error text -> how often."""
+
+    requests: int
+    errors: int
+    wall_s: float
+    failures: dict[str, int] = {}
+
+
+class CellResult(msgspec.Struct, kw_only=True):
+    """One cell. complete: every request was sent and answered (or failed) before the time limit.
+
+    transfers: from our engines' logs, None for vLLM's connectors. prefill_counters and decode_counters: increase of
+    the engines' transfer counters over the cell. dead_engines: engines that had ended by themselves after it.
+    """
+
+    pool: str
+    isl: int
+    qps: float
+    n: int
+    osl: int
+    seed: int
+    date: str
+    complete: bool
+    wall_s: float
+    late_max_ms: float
+    requests: list[RequestRecord]
+    transfers: Transfers | None = None
+    prefill_counters: dict[str, float] = {}
+    decode_counters: dict[str, float] = {}
+    dead_engines: list[str] = []
+    warnings: list[str] = []
+
+    @property
+    def errors(self) -> list[RequestRecord]:
+        return [record for record in self.requests if record.error is not None]
+
+
+class ServeRaw(msgspec.Struct, kw_only=True, tag_field="what", tag="serve"):
+    """One engine pair. variant: a name for anything that differs from the standard set-up, empty for that.
+
+    unfinished: cells (pool/isl/qps) that were asked and not measured. problem: why.
+    """
+
+    shape: str
+    connector: str
+    date: str
+    command: str
+    environment: Environment
+    variant: str = ""
+    engines: dict[str, list[str]] = {}
+    kvpush_config: dict[str, Any] = {}
+    start_s: float = 0.0
+    warm_up: Load | None = None
+    ageing: Load | None = None
+    cells: list[CellResult] = []
+    unfinished: list[str] = []
+    problem: str | None = None
+
+
+class TransferRow(msgspec.Struct, kw_only=True):
+    """Bare writes of one size, block table and path. samples_ms: each run; ms and gb_s: their median.
+
+    regions and page_bytes: the geometry. runs: pieces after merging, of `descriptors` before. single_ms: the same
+    number of bytes as one write, the ceiling. verified: every run's bytes were compared at the target.
+    """
+
+    device: str
+    tokens: int
+    table: str
+    path: str
+    regions: int
+    page_bytes: int
+    block_size: int
+    bytes: int
+    descriptors: int
+    runs: int
+    ms: float
+    gb_s: float
+    single_ms: float
+    samples_ms: list[float]
+    verified: bool
+    detail_ms: dict[str, float] = {}
+
+
+class TransferRaw(msgspec.Struct, kw_only=True, tag_field="what", tag="transfer"):
+    """A run of the raw transfer benchmark."""
+
+    date: str
+    command: str
+    rows: list[TransferRow]
+    environment: Environment | None = None
+
+
+class PlanRow(msgspec.Struct, kw_only=True):
+    """Time to plan one request's runs for one kind of block table."""
+
+    case: str
+    ms: float
+
+
+class PlanRaw(msgspec.Struct, kw_only=True, tag_field="what", tag="plan"):
+    """A run of the planner benchmark; rows may hold more than is read here."""
+
+    date: str
+    command: str
+    rows: list[PlanRow]
+
+
+Raw = ServeRaw | TransferRaw | PlanRaw
+DECODER: msgspec.json.Decoder[Raw] = msgspec.json.Decoder(Raw)
+
+
+def read_raw(path: Path) -> Raw:
+    """Raises RawError naming the file and the place in it that is wrong."""
+    try:
+        return DECODER.decode(path.read_bytes())
+    except OSError as error:
+        raise RawError(f"{path}: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise RawError(f"{path}: {error}") from None
+
+
+def write_raw(path: Path, raw: Raw) -> None:
+    """Replaces the file in one step, so that an interrupted run leaves the last whole state."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".part")
+    partial.write_bytes(msgspec.json.encode(raw))
+    os.replace(partial, path)
+
+
+def rounded(records: list[RequestRecord]) -> list[RequestRecord]:
+    """Records with times cut to a microsecond: finer digits are noise and make half of a file."""
+    for record in records:
+        for name in ("prefill_response_ms", "ttft_ms", "handoff_ms", "tpot_ms"):
+            value = getattr(record, name)
+            setattr(record, name, None if value is None else round(value, 3))
+        record.scheduled_s = round(record.scheduled_s, 6)
+        record.arrival_s = round(record.arrival_s, 6)
+    return records
