@@ -30,15 +30,10 @@ from kvpush.transfer.sidechannel.messages import (
 )
 
 _FAILED_BEFORE_CONNECT = zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
-_NOT_OUR_PROTOCOL = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-_NOT_OUR_PROTOCOL |= zmq.EVENT_HANDSHAKE_FAILED_AUTH
-_WATCHED = (
-    _FAILED_BEFORE_CONNECT
-    | _NOT_OUR_PROTOCOL
-    | zmq.EVENT_CONNECTED
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_DISCONNECTED
-)
+_NOT_OUR_PROTOCOL = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+# No detail: the connection ended while the two sides greeted each other.
+_CLOSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_DISCONNECTED
+_WATCHED = _FAILED_BEFORE_CONNECT | _NOT_OUR_PROTOCOL | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _CLOSED
 
 
 def remaining_s(deadline_s: float) -> float:
@@ -89,7 +84,10 @@ class Connection:
     def ask(self, query: Query) -> Answer:
         """The authentic answer to a question. Raises HandshakeError: timeout, refused, malformed, version, bad_mac."""
         nonce = new_nonce()
-        self._socket.send(seal("query", nonce, encode(query), self._secret), zmq.NOBLOCK)
+        try:
+            self._socket.send(seal("query", nonce, encode(query), self._secret), zmq.NOBLOCK)
+        except zmq.Again:
+            raise self._closed() from None
         while True:
             frame = self._receive()
             try:
@@ -120,7 +118,7 @@ class Connection:
             if self._monitor in events:
                 event = recv_monitor_message(self._monitor)["event"]
                 # The answer may have come in between the two looks, right before the peer closed.
-                if event != zmq.EVENT_DISCONNECTED or not self._socket.poll(0):
+                if not event & _CLOSED or not self._socket.poll(0):
                     self._see(event)
             elif remaining_s(self._deadline_s) == 0.0:
                 raise HandshakeError("timeout", f"{self._where}: {self._progress} by the deadline")
@@ -132,7 +130,10 @@ class Connection:
             self._progress = "connected, but no answer"
         elif event & _NOT_OUR_PROTOCOL:
             raise HandshakeError("malformed", f"{self._where}: whoever listens there does not speak this protocol")
-        elif event == zmq.EVENT_DISCONNECTED:
-            raise HandshakeError("refused", f"{self._where}: the peer closed the connection")
+        elif event & _CLOSED:
+            raise self._closed()
         elif event & _FAILED_BEFORE_CONNECT:
             raise HandshakeError("refused", f"{self._where}: nobody listens there, or it cannot be reached")
+
+    def _closed(self) -> HandshakeError:
+        return HandshakeError("refused", f"{self._where}: the peer closed the connection before it answered")

@@ -1,0 +1,132 @@
+"""What the side channel tests share: an engine, its ranks, and peers that do not play by the rules."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import zmq
+
+from kvpush.transfer.sidechannel import EngineInfo, RankInfo, SideChannelServer, current_process
+
+LOCAL = "127.0.0.1"
+SECRET = b"one secret for both sides"
+OTHER_SECRET = b"another secret"
+# What a call may take beyond its own deadline.
+GRACE_S = 0.5
+
+
+def engine(**changes: object) -> EngineInfo:
+    fields: dict[str, object] = {
+        "engine_id": "engine-1",
+        "incarnation": "life-1",
+        "mode": "push",
+        "tp_size": 2,
+        "pp_size": 2,
+        "protocol_version": 1,
+        "host_id": current_process().host_id,
+        "fingerprint": {"model": "some/model", "kv_dtype": "bfloat16", "block_size": "32"},
+    }
+    return EngineInfo(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def rank(pp_rank: int = 0, tp_rank: int = 0, **changes: object) -> RankInfo:
+    me = current_process()
+    fields: dict[str, object] = {
+        "pp_rank": pp_rank,
+        "tp_rank": tp_rank,
+        "agent": f"agent-{pp_rank}-{tp_rank}",
+        "metadata": bytes([pp_rank, tp_rank]) * 1000,
+        "geometry": b"geometry",
+        "pid": me.pid,
+        "pid_start": me.pid_start,
+        "host_id": me.host_id,
+    }
+    return RankInfo(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def ranks() -> list[RankInfo]:
+    return [rank(pp, tp) for pp in range(2) for tp in range(2)]
+
+
+@contextlib.contextmanager
+def serving(secret: bytes | None = None, ready: bool = True, **changes: object) -> Iterator[SideChannelServer]:
+    server = SideChannelServer(LOCAL, 0, engine(**changes), secret)
+    server.start()
+    try:
+        if ready:
+            server.set_ranks(ranks())
+        yield server
+    finally:
+        server.stop()
+
+
+@contextlib.contextmanager
+def scripted_peer(reply: Callable[[bytes], list[bytes] | None]) -> Iterator[int]:
+    """A peer that answers each frame with the parts that `reply` returns; yields its port."""
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.LINGER, 0)
+    port = router.bind_to_random_port(f"tcp://{LOCAL}")
+    stop = threading.Event()
+
+    def serve() -> None:
+        while not stop.is_set():
+            if router.poll(20):
+                identity, frame = router.recv_multipart()
+                parts = reply(frame)
+                if parts is not None:
+                    router.send_multipart([identity, *parts])
+        context.destroy(linger=0)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield port
+    finally:
+        stop.set()
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def tcp_peer(greeting: bytes, close: bool) -> Iterator[int]:
+    """A TCP server that sends some bytes to whoever connects, and then closes the connection or stays silent."""
+    listener = socket.create_server((LOCAL, 0))
+    listener.settimeout(0.05)
+    stop = threading.Event()
+    kept: list[socket.socket] = []
+
+    def serve() -> None:
+        while not stop.is_set():
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                continue
+            with contextlib.suppress(OSError):
+                connection.sendall(greeting)
+            if close:
+                connection.close()
+            else:
+                kept.append(connection)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        stop.set()
+        thread.join(5)
+        assert not thread.is_alive()
+        for connection in [*kept, listener]:
+            connection.close()
+
+
+@contextlib.contextmanager
+def takes_at_most(limit_s: float) -> Iterator[None]:
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start <= limit_s

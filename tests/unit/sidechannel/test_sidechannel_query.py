@@ -1,0 +1,403 @@
+"""The client against real servers, and against peers that lie, stay silent or are not there."""
+
+import os
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import zmq
+from sidechannel_cases import (
+    GRACE_S,
+    LOCAL,
+    OTHER_SECRET,
+    SECRET,
+    engine,
+    rank,
+    ranks,
+    scripted_peer,
+    serving,
+    takes_at_most,
+    tcp_peer,
+)
+
+from kvpush.transfer.sidechannel import HandshakeError, PeerAnswer, SideChannelServer, query_peer
+from kvpush.transfer.sidechannel.envelope import MAGIC, seal, unseal
+from kvpush.transfer.sidechannel.messages import (
+    Challenge,
+    Refusal,
+    WriterAnswer,
+    decode_query,
+    encode,
+)
+
+pytestmark = pytest.mark.unit
+
+
+def query(
+    port: int,
+    pp_rank: int = 0,
+    tp_rank: int = 0,
+    expected: str | None = None,
+    secret: bytes | None = None,
+    timeout_s: float = 5.0,
+    host: str = LOCAL,
+) -> PeerAnswer:
+    """`query_peer`, which must keep its deadline whatever happens."""
+    with takes_at_most(timeout_s + GRACE_S):
+        return query_peer(host, port, pp_rank, tp_rank, expected, secret, timeout_s)
+
+
+def failure(port: int, **how: object) -> HandshakeError:
+    with pytest.raises(HandshakeError) as caught:
+        query(port, **how)  # type: ignore[arg-type]
+    return caught.value
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_every_rank_can_be_asked_for(secret) -> None:
+    with serving(secret) as server:
+        for expected in (None, "engine-1"):
+            for one in ranks():
+                answer = query(server.port, one.pp_rank, one.tp_rank, expected, secret)
+                assert answer == PeerAnswer(engine=engine(), rank=one)
+        assert server.counters.answered == 8
+        assert server.counters.challenged == (8 if secret else 0)
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_metadata_of_megabytes_arrives_whole(secret) -> None:
+    large = rank(metadata=bytes(range(256)) * 15_000)
+    with serving(secret, ready=False) as server:
+        server.set_ranks([large])
+        assert query(server.port, secret=secret).rank == large
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine", "text"),
+    [
+        (SECRET, OTHER_SECRET, "different values of KVPUSH_SECRET"),
+        (SECRET, None, "the other side has KVPUSH_SECRET, this side has none"),
+        (None, SECRET, "this side has KVPUSH_SECRET, the other side has none"),
+    ],
+)
+def test_secrets_that_differ_end_in_bad_mac_at_once(theirs, mine, text) -> None:
+    with serving(theirs) as server, takes_at_most(2.0):
+        error = failure(server.port, secret=mine, timeout_s=30.0)
+        assert error.code == "bad_mac"
+        assert text in str(error)
+        assert f"{LOCAL}:{server.port} rank pp0tp0" in str(error)
+        assert server.counters.bad_mac == server.counters.total() == 1
+
+
+def test_the_wrong_engine_and_an_unknown_rank_are_final() -> None:
+    with serving() as server, takes_at_most(3.0):
+        error = failure(server.port, expected="engine-2", timeout_s=30.0)
+        assert error.code == "wrong_engine"
+        assert "engine-1" in str(error)
+        assert "engine-2" in str(error)
+        assert failure(server.port, pp_rank=2, timeout_s=30.0).code == "unknown_rank"
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_a_peer_that_is_not_ready_is_asked_again(secret) -> None:
+    with serving(secret, ready=False) as server:
+        timer = threading.Timer(0.4, server.set_ranks, [ranks()])
+        timer.start()
+        with takes_at_most(3.0):
+            assert query(server.port, 1, 1, secret=secret, timeout_s=10.0).rank == rank(1, 1)
+        timer.join()
+        assert server.counters.not_ready >= 2
+
+
+def test_a_peer_that_never_gets_ready_is_reported_as_that() -> None:
+    with serving(ready=False) as server:
+        start = time.monotonic()
+        assert failure(server.port, timeout_s=1.2).code == "not_ready"
+        assert time.monotonic() - start > 0.6
+        # A growing pause: the peer is busy starting, and must not be kept from it.
+        assert server.counters.not_ready < 15
+
+
+def test_nobody_there_is_refused_at_once() -> None:
+    with socket.create_server((LOCAL, 0)) as taken:
+        port = taken.getsockname()[1]
+    with takes_at_most(2.0):
+        assert failure(port, timeout_s=30.0).code == "refused"
+
+
+def test_an_unknown_name_is_refused() -> None:
+    error = failure(5600, host="no-such-host.invalid", timeout_s=10.0)
+    assert error.code == "refused"
+    assert "no-such-host.invalid" in str(error)
+
+
+def test_a_resolver_that_hangs_does_not_hold_up_the_deadline(monkeypatch) -> None:
+    release = threading.Event()
+
+    def hang(*args: object, **more: object) -> list[object]:
+        release.wait(20)
+        return []
+
+    monkeypatch.setattr("kvpush.transfer.addresses.socket.getaddrinfo", hang)
+    try:
+        error = failure(5600, host="slow-name.example", timeout_s=0.4)
+    finally:
+        release.set()
+    assert error.code == "timeout"
+    assert "slow-name.example" in str(error)
+
+
+def test_all_addresses_of_a_name_are_tried(monkeypatch) -> None:
+    def two(host: str, timeout_s: float) -> tuple[str, ...]:
+        return ("127.0.0.77", LOCAL)  # nobody listens at the first
+
+    monkeypatch.setattr("kvpush.transfer.sidechannel.client.numeric_addresses", two)
+    with serving() as server:
+        assert query(server.port, host="two-addresses").rank == rank()
+
+
+def test_a_silent_address_leaves_time_for_the_next(monkeypatch) -> None:
+    with tcp_peer(b"", close=False) as silent:
+        server = SideChannelServer("127.0.0.2", silent, engine(), None)
+        server.start()
+        try:
+            server.set_ranks(ranks())
+            monkeypatch.setattr(
+                "kvpush.transfer.sidechannel.client.numeric_addresses", lambda host, timeout_s: (LOCAL, "127.0.0.2")
+            )
+            assert query(silent, host="two-addresses", timeout_s=2.0).rank == rank()
+        finally:
+            server.stop()
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_ipv6(host) -> None:
+    server = SideChannelServer(host, 0, engine(), SECRET)
+    server.start()
+    try:
+        server.set_ranks(ranks())
+        assert query(server.port, host=host, secret=SECRET).rank == rank()
+        error = failure(server.port, host="::1", secret=SECRET, expected="other")
+        assert f"[::1]:{server.port}" in str(error)
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize(
+    ("greeting", "close", "codes"),
+    [
+        (b"", False, {"timeout"}),
+        (b"", True, {"refused"}),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", False, {"timeout", "malformed"}),
+        (b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n", True, {"refused", "malformed"}),
+        (bytes(range(256)) * 64, False, {"timeout", "malformed", "refused"}),
+        (b"\xff" * 5000, False, {"timeout", "malformed", "refused"}),
+    ],
+)
+def test_other_services_end_within_the_deadline(greeting, close, codes) -> None:
+    with tcp_peer(greeting, close) as port:
+        assert failure(port, timeout_s=0.5).code in codes
+
+
+def test_a_peer_that_stops_talking_times_out_with_how_far_it_got() -> None:
+    with scripted_peer(lambda frame: None) as port:
+        error = failure(port, timeout_s=0.4)
+        assert error.code == "timeout"
+        assert "no answer" in str(error)
+
+
+def nonce_of(frame: bytes, secret: bytes | None = None) -> bytes:
+    return unseal("query", frame, secret)[0]
+
+
+def good_payload() -> bytes:
+    return encode(PeerAnswer(engine=engine(), rank=rank()))
+
+
+LIES = {
+    "another rank": (
+        "malformed",
+        lambda f: [seal("answer", nonce_of(f), encode(PeerAnswer(engine=engine(), rank=rank(1, 1))), None)],
+    ),
+    "another engine": (
+        "wrong_engine",
+        lambda f: [seal("answer", nonce_of(f), encode(PeerAnswer(engine=engine(engine_id="liar"), rank=rank())), None)],
+    ),
+    "another question": (
+        "malformed",
+        lambda f: [seal("answer", nonce_of(f), encode(WriterAnswer(engine=engine(), gone=True)), None)],
+    ),
+    "another nonce": ("timeout", lambda f: [seal("answer", bytes(16), good_payload(), None)]),
+    "another version": ("version", lambda f: [MAGIC + b"\x02" + bytes(80)]),
+    "no envelope": ("malformed", lambda f: [b"hello"]),
+    "no frame": ("malformed", lambda f: [b""]),
+    "no message": ("malformed", lambda f: [seal("answer", nonce_of(f), b"\xc1\xc1", None)]),
+    "many parts": ("malformed", lambda f: [seal("answer", nonce_of(f), good_payload(), None)] * 50),
+    "too large": ("refused", lambda f: [seal("answer", nonce_of(f), bytes(5 * 1024 * 1024), None)]),
+    "endless challenges": (
+        "malformed",
+        lambda f: [seal("answer", nonce_of(f), encode(Challenge(challenge=b"x")), None)],
+    ),
+    "calls it malformed": (
+        "malformed",
+        lambda f: [seal("answer", nonce_of(f), encode(Refusal(code="bad_request", message="\x1b[2J no")), None)],
+    ),
+    "the question itself": ("malformed", lambda f: [f]),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_lies_are_found(lie) -> None:
+    code, reply = LIES[lie]
+    with scripted_peer(reply) as port:
+        error = failure(port, expected="engine-1", timeout_s=0.6)
+        assert error.code == code
+        assert str(error).isprintable()
+
+
+def test_a_recorded_answer_cannot_be_replayed() -> None:
+    recorded: list[bytes] = []
+
+    def record_then_replay(frame: bytes) -> list[bytes]:
+        if not recorded:
+            recorded.append(seal("answer", nonce_of(frame, SECRET), good_payload(), SECRET))
+        return [recorded[0]]
+
+    with scripted_peer(record_then_replay) as port:
+        assert query(port, secret=SECRET).rank == rank()
+        assert failure(port, secret=SECRET, timeout_s=0.4).code == "timeout"
+
+
+def test_without_the_secret_no_answer_is_believed() -> None:
+    for forged in (None, OTHER_SECRET):
+        with scripted_peer(
+            lambda f, forged=forged: [seal("answer", nonce_of(f, SECRET), good_payload(), forged)]
+        ) as port:
+            assert failure(port, secret=SECRET, timeout_s=5.0).code == "bad_mac"
+
+
+def test_the_question_carries_what_was_asked() -> None:
+    seen: list[bytes] = []
+
+    def remember(frame: bytes) -> list[bytes]:
+        seen.append(frame)
+        return [seal("answer", nonce_of(frame), encode(PeerAnswer(engine=engine(), rank=rank(1, 0))), None)]
+
+    with scripted_peer(remember) as port:
+        query(port, 1, 0, "engine-1")
+        query(port, 1, 0, "engine-1")
+    first, second = (unseal("query", frame, None) for frame in seen)
+    assert first[0] != second[0]
+    assert first[1] == second[1]
+    asked = decode_query(first[1])
+    assert (asked.pp_rank, asked.tp_rank, asked.expected_engine_id) == (1, 0, "engine-1")  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_64_at_once(secret) -> None:
+    with serving(secret) as server, ThreadPoolExecutor(64) as pool:
+        start = threading.Barrier(64)
+
+        def one(number: int) -> bool:
+            start.wait(20)
+            return query(server.port, number % 2, number // 2 % 2, secret=secret, timeout_s=20.0).rank == rank(
+                number % 2, number // 2 % 2
+            )
+
+        assert list(pool.map(one, range(64), timeout=40)) == [True] * 64
+        assert server.counters.answered == 64
+
+
+def test_a_server_that_stops_ends_the_questions_at_once() -> None:
+    with serving(ready=False) as server, ThreadPoolExecutor(16) as pool:
+        waiting = [pool.submit(failure, server.port, timeout_s=20.0) for _ in range(16)]
+        limit = time.monotonic() + 10
+        while server.counters.not_ready < 16 and time.monotonic() < limit:
+            time.sleep(0.01)
+        with takes_at_most(5.0):
+            server.stop()
+            assert {future.result(10).code for future in waiting} == {"refused"}
+
+
+def test_a_server_that_stops_under_load_leaves_no_question_open() -> None:
+    server = SideChannelServer(LOCAL, 0, engine(), SECRET)
+    server.start()
+    server.set_ranks(ranks())
+    stopped = threading.Event()
+
+    def ask_until_stopped() -> tuple[int, str]:
+        answered = 0
+        while True:
+            late = stopped.is_set()
+            try:
+                query(server.port, secret=SECRET, timeout_s=2.0)
+            except HandshakeError as error:
+                return answered, error.code
+            assert not late, "answered after stop"
+            answered += 1
+
+    with ThreadPoolExecutor(8) as pool:
+        asking = [pool.submit(ask_until_stopped) for _ in range(8)]
+        time.sleep(0.5)
+        server.stop()
+        stopped.set()
+        results = [future.result(15) for future in asking]
+    assert sum(answered for answered, _ in results) > 0
+    assert {code for _, code in results} <= {"refused", "timeout"}
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf")])
+def test_a_deadline_must_be_one(timeout_s) -> None:
+    with pytest.raises(ValueError, match="timeout_s"):
+        query_peer(LOCAL, 5600, 0, 0, None, None, timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("port", "pp_rank", "expected", "name"),
+    [
+        (0, 0, None, "port"),
+        (65536, 0, None, "port"),
+        (True, 0, None, "port"),
+        (5600, -1, None, "pp_rank"),
+        (5600, 0, "x" * 513, "expected_engine_id"),
+    ],
+)
+def test_an_argument_out_of_bounds_is_named(port, pp_rank, expected, name) -> None:
+    with pytest.raises(ValueError, match=name):
+        query_peer(LOCAL, port, pp_rank, 0, expected, None, 1.0)
+
+
+def test_no_socket_or_thread_is_left_behind() -> None:
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    with serving(SECRET) as server:
+        query(server.port, secret=SECRET)
+        files, threads = open_files(), threading.active_count()
+        for _ in range(30):
+            query(server.port, secret=SECRET)
+            failure(server.port, secret=OTHER_SECRET)
+        limit = time.monotonic() + 5
+        while open_files() > files + 2 and time.monotonic() < limit:
+            time.sleep(0.05)
+        assert open_files() <= files + 2
+        assert threading.active_count() <= threads
+
+
+def test_the_context_is_closed_when_the_address_cannot_be_used(monkeypatch) -> None:
+    monkeypatch.setattr(
+        "kvpush.transfer.sidechannel.client.numeric_addresses", lambda host, timeout_s: ("not an address",)
+    )
+    closed: list[bool] = []
+    destroy = zmq.Context.destroy
+
+    def watched(self: zmq.Context[zmq.Socket[bytes]], linger: int | None = None) -> None:
+        destroy(self, linger)
+        closed.append(self.closed)
+
+    monkeypatch.setattr(zmq.Context, "destroy", watched)
+    assert failure(5600, timeout_s=1.0).code == "refused"
+    assert closed == [True]
