@@ -121,8 +121,8 @@ class Client:
             await _both(prefill(), decode(None))
         else:
             returned = await prefill()
-            legs.learn(returned)
             await decode(returned)
+            legs.learn(returned)
 
     async def _prefill(self, content: bytes, headers: Mapping[str, str]) -> Any:
         """Returns the response's `kv_transfer_params`, None if it has none."""

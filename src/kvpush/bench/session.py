@@ -30,6 +30,7 @@ LATE_WARNING_MS = 10.0
 SETTLE_S = 1.0
 WARM_UP_ISLS = (512, 512)
 WARM_UP_OSL = 8
+WARM_UP_ATTEMPTS = 3
 # vLLM closes idle connections after 5 s; one that is reused at that moment would fail.
 KEEPALIVE_S = 2.0
 
@@ -70,21 +71,28 @@ class PairSession:
     async def warm_up(self, isls: Sequence[int]) -> Load:
         """Two short requests one leg after the other, then one of each length in the way that is measured.
 
-        Raises EngineError if one fails: then nothing measured later would mean anything.
+        The first contact of two engines may time out on a busy machine, so each is tried a few times; what failed is
+        counted. Raises EngineError if one does not succeed: then nothing measured later would mean anything.
         """
         self._check_time()
         longest = self.pair.options.max_model_len - WARM_UP_OSL
         lengths = [min(isl, longest) for isl in (*WARM_UP_ISLS, *sorted(set(isls)))]
         began = time.monotonic()
-        records = []
+        records: list[RequestRecord] = []
         async with self._client() as client:
             for planned in workload.warm_up(self.seed, lengths, WARM_UP_OSL, self.vocabulary):
-                record = await client.send(planned, self.legs, time.perf_counter(), 0.0)
-                records.append(record)
-                if record.error is not None:
-                    raise EngineError(f"warm-up request of {planned.isl} tokens failed: {record.error}")
+                records += await self._until_answered(client, planned)
         self.logs.new_lines()
         return _load(records, began)
+
+    async def _until_answered(self, client: Client, planned: workload.Planned) -> list[RequestRecord]:
+        tried: list[RequestRecord] = []
+        while not tried or tried[-1].error is not None:
+            if len(tried) == WARM_UP_ATTEMPTS:
+                raise EngineError(f"warm-up request of {planned.isl} tokens failed: {tried[-1].error}")
+            self._check_time()
+            tried.append(await client.send(planned, self.legs, time.perf_counter(), 0.0))
+        return tried
 
     async def age(self, n: int, concurrency: int) -> Load:
         """Mixed requests that shuffle both block pools."""

@@ -1,0 +1,181 @@
+"""Turns raw files into one flat map of figures and a table beside it.
+
+    python -m kvpush.bench.summary                       all files of bench/results/raw
+    python -m kvpush.bench.summary RAW... --out DIR      these; summary.json and README.md go to DIR
+
+No figure comes from anywhere else. Where several raw files hold the same figure, the newest measurement counts.
+Exit status: 0, or 1 if a raw file cannot be used; then nothing is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from kvpush.bench.connectors import CONNECTORS
+from kvpush.bench.raw import POOLS, CellResult, PlanRaw, Raw, RawError, ServeRaw, TransferRaw, read_raw
+from kvpush.bench.record import figures
+from kvpush.bench.report import markdown
+
+SERVE_SHAPES = ("0.6b", "8b", "smollm2")
+PLAN_CASES = ("contiguous", "descending", "aged", "random")
+TRANSFER_DEVICES = ("h200", "cpu")
+TRANSFER_TABLES = ("contiguous", "aged", "random")
+TRANSFER_PATHS = ("direct", "staged", "peer", "auto")
+# The geometry of vLLM's own layout (K and V side by side); others are in the table only.
+TRANSFER_GEOMETRY = (36, 65_536)
+
+
+class Figure(msgspec.Struct, kw_only=True):
+    """One number: its unit, the command line that measured it, when, and the raw file it was computed from."""
+
+    value: float
+    unit: str
+    command: str
+    date: str
+    raw: str
+
+
+Measured = Iterator[tuple[str, Figure]]
+
+
+def _number(value: float) -> str:
+    """2 for 2.0, 0.9 for 0.9: as one writes it on the command line."""
+    return f"{value:g}"
+
+
+def _check(path: Path, what: str, value: str, known: Iterable[str]) -> None:
+    if value not in known:
+        raise RawError(f"{path}: unknown {what} {value!r}; known: {', '.join(known)}")
+
+
+def _check_cell(path: Path, cell: CellResult) -> None:
+    where = f"{path}: cell {cell.pool}/{cell.isl}/{_number(cell.qps)}"
+    if cell.complete and len(cell.requests) != cell.n:
+        raise RawError(f"{where}: says it is complete with {len(cell.requests)} of {cell.n} requests")
+    for record in cell.requests:
+        if record.error is None and (
+            record.ttft_ms is None or record.prefill_response_ms is None or record.tokens != cell.osl
+        ):
+            raise RawError(f"{where}: request {record.index} has neither an error nor a whole answer")
+
+
+def serve_figures(path: Path, raw: ServeRaw, raw_name: str) -> Measured:
+    """Figures of the complete cells. Requests that failed count in none of them, and the table shows how many."""
+    _check(path, "shape", raw.shape, SERVE_SHAPES)
+    _check(path, "connector", raw.connector, CONNECTORS)
+    connector = f"{raw.connector}+{raw.variant}" if raw.variant else raw.connector
+    for cell in raw.cells:
+        _check(path, "pool", cell.pool, POOLS)
+        _check_cell(path, cell)
+        if not cell.complete:
+            continue
+        prefix = f"serve/{raw.shape}/{cell.pool}/{cell.isl}/{_number(cell.qps)}/{connector}"
+        for metric, value in figures(cell.requests).items():
+            yield (
+                f"{prefix}/{metric}",
+                Figure(value=round(value, 4), unit="ms", command=raw.command, date=cell.date, raw=raw_name),
+            )
+
+
+def transfer_figures(path: Path, raw: TransferRaw, raw_name: str) -> Measured:
+    """Time and rate of each row with the standard geometry."""
+    for row in raw.rows:
+        _check(path, "device", row.device, TRANSFER_DEVICES)
+        _check(path, "table", row.table, TRANSFER_TABLES)
+        _check(path, "path", row.path, TRANSFER_PATHS)
+        if not row.verified:
+            raise RawError(f"{path}: {row.tokens} tokens, {row.table}, {row.path}: bytes were not verified")
+        if row.ms <= 0 or not row.samples_ms:
+            raise RawError(f"{path}: {row.tokens} tokens, {row.table}, {row.path}: no time")
+        if (row.regions, row.page_bytes) != TRANSFER_GEOMETRY:
+            continue
+        prefix = f"transfer/{row.device}/{row.tokens}/{row.table}/{row.path}"
+        for metric, value, unit in (("ms", row.ms, "ms"), ("gb_s", row.gb_s, "GB/s")):
+            yield (
+                f"{prefix}/{metric}",
+                Figure(value=round(value, 4), unit=unit, command=raw.command, date=raw.date, raw=raw_name),
+            )
+
+
+def plan_figures(path: Path, raw: PlanRaw, raw_name: str) -> Measured:
+    """Planning time of each case."""
+    for row in raw.rows:
+        _check(path, "case", row.case, PLAN_CASES)
+        if row.ms <= 0:
+            raise RawError(f"{path}: case {row.case}: {row.ms} ms is no time")
+        yield (
+            f"plan/{row.case}/ms",
+            Figure(value=round(row.ms, 4), unit="ms", command=raw.command, date=raw.date, raw=raw_name),
+        )
+
+
+def figures_of(path: Path, raw: Raw, raw_name: str) -> Measured:
+    """Every figure of one raw file. Raises RawError naming the file."""
+    if isinstance(raw, ServeRaw):
+        return serve_figures(path, raw, raw_name)
+    if isinstance(raw, TransferRaw):
+        return transfer_figures(path, raw, raw_name)
+    return plan_figures(path, raw, raw_name)
+
+
+def merge(raws: Iterable[tuple[Path, Raw]], relative_to: Path) -> dict[str, Figure]:
+    """The newest figure of each name, sorted by name. relative_to: where the names of raw files start.
+
+    Raises RawError if a file is malformed, or if two differ in what they asked under one name.
+    """
+    merged: dict[str, Figure] = {}
+    asked: dict[str, tuple[int, Path]] = {}
+    for path, raw in raws:
+        raw_name = os.path.relpath(path, relative_to)
+        if isinstance(raw, ServeRaw):
+            for cell in raw.cells:
+                key = f"{raw.shape}/{raw.variant}/{cell.isl}/{_number(cell.qps)}"
+                osl, first = asked.setdefault(key, (cell.osl, path))
+                if osl != cell.osl:
+                    raise RawError(f"{path}: {cell.osl} output tokens at {key}, but {osl} in {first}")
+        for name, figure in figures_of(path, raw, raw_name):
+            if name not in merged or merged[name].date <= figure.date:
+                merged[name] = figure
+    return dict(sorted(merged.items()))
+
+
+def raw_files(directory: Path) -> list[Path]:
+    """The JSON files of a folder, by name. Raises RawError if there are none."""
+    found = sorted(directory.glob("*.json"))
+    if not found:
+        raise RawError(f"{directory}: no raw files")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m kvpush.bench.summary", description="Raw files to figures.")
+    parser.add_argument("raw", nargs="*", type=Path, help="raw files or folders (default: OUT/raw)")
+    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="default: bench/results")
+    args = parser.parse_args(argv)
+    try:
+        given = args.raw or [args.out / "raw"]
+        paths = [path for each in given for path in (raw_files(each) if each.is_dir() else [each])]
+        raws = [(path, read_raw(path)) for path in paths]
+        merged = merge(raws, args.out)
+    except RawError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    table = markdown(raws, args.out)
+    args.out.mkdir(parents=True, exist_ok=True)
+    text = msgspec.json.format(msgspec.json.encode(merged), indent=1) + b"\n"
+    (args.out / "summary.json").write_bytes(text)
+    (args.out / "README.md").write_text(table)
+    print(table)
+    print(f"{len(merged)} figures from {len(paths)} raw files in {args.out / 'summary.json'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
