@@ -30,7 +30,7 @@ class Connect:
 
 @dataclass(frozen=True, slots=True)
 class WritePiece:
-    """P: write tokens [first_token, end_token) of a request into the consumer's blocks, and tell the machine when done."""
+    """P: write tokens [first_token, end_token) of a request into the consumer's blocks; tell the machine when done."""
 
     key: SendKey
     attempt: int

@@ -37,7 +37,7 @@ class CommitSet:
         return self._expected - self._committed - self._quiet
 
     def commit(self, rank: PeerAddress) -> bool:
-        """Books a commit; False if this rank had committed before. Raises ProtocolError for a rank that owes nothing."""
+        """Books a commit; False if this rank had committed. Raises ProtocolError for a rank that owes nothing."""
         self._check(rank)
         if rank in self._committed:
             return False

@@ -107,7 +107,7 @@ class Consumer:
     ) -> list[Action]:
         """The request has blocks: each rank shall write what it owes of tokens [first_token, num_tokens).
 
-        blocks: the encoded block table as parts (outer) of KV cache groups (inner), each part small enough for a message.
+        blocks: the encoded block table as parts (outer) of KV cache groups (inner), each part fit for one message.
         From here on the caller may not reuse the blocks before ReportReceived or ReportReleased.
         Raises ProtocolError (local) if the request or the key is registered already.
         """
@@ -168,13 +168,14 @@ class Consumer:
         return []
 
     def on_undelivered(self, address: PeerAddress, message: Message, reason: str, now_s: float) -> list[Action]:
-        """A message could not be sent. Who never got a registration cannot write."""
+        """A message could not be sent to an address. Who never got a registration cannot write."""
         if not isinstance(message, Register):
             return []
         receive = self._by_key.get(message.key)
         if receive is None or message.attempt != receive.attempt:
             return []
-        return self._fail(receive, reason, now_s) if receive.active else []
+        known = address in receive.ranks.expected
+        return self._fail(receive, reason, now_s) if receive.active and known else []
 
     def on_disconnected(self, agent: AgentName, now_s: float) -> list[Action]:
         """The connection to an incarnation broke: what it was to write is registered once more."""

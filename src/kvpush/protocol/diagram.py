@@ -31,7 +31,8 @@ def both() -> str:
     """Both diagrams as they stand in docs/protocol.md."""
     send = mermaid(SEND_TRANSITIONS, SendState.WAITING, SEND_TERMINAL)
     receive = mermaid(RECEIVE_TRANSITIONS, ReceiveState.ANNOUNCED, RECEIVE_TERMINAL)
-    return f"## P, one (transfer, consumer)\n\n```mermaid\n{send}\n```\n\n## D, one request\n\n```mermaid\n{receive}\n```\n"
+    titled = (("P, one (transfer, consumer)", send), ("D, one request", receive))
+    return "\n".join(f"## {title}\n\n```mermaid\n{diagram}\n```\n" for title, diagram in titled)
 
 
 if __name__ == "__main__":

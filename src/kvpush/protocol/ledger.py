@@ -17,7 +17,7 @@ class Direction(StrEnum):
 
 
 class ReportLedger:
-    """Entries go open -> reported -> closed; whatever is late, phantom or duplicate on a reported entry does nothing."""
+    """Entries go open -> reported -> closed; what is late, phantom or duplicate on a reported entry does nothing."""
 
     def __init__(self) -> None:
         self._reported: dict[tuple[RequestId, Direction], bool] = {}

@@ -213,9 +213,9 @@ class Producer:
             actions += self._check_local(local, now_s)
         for send in list(self._sends.values()):
             idle_s = now_s - send.waiting_since_s
-            if send.state is SendState.WAITING and not (send.local.finished or send.local.computing):
-                if idle_s > timing.admission_timeout_s:
-                    actions += self._fail(send, "not_scheduled", now_s)
+            queued = send.state is SendState.WAITING and not (send.local.finished or send.local.computing)
+            if queued and idle_s > timing.admission_timeout_s:
+                actions += self._fail(send, "not_scheduled", now_s)
         agents = {send.registration.agent for send in self._sends.values() if not send.terminal}
         self._liveness.keep(agents | {registration.agent for registration in self._rendezvous.held()})
         for agent in self._liveness.lost(now_s):

@@ -15,9 +15,9 @@ from kvpush.protocol.transitions import RECEIVE_TRANSITIONS, ReceiveEvent, Recei
 class Receive:
     """What D awaits for one request.
 
-    blocks: encoded block tables, as parts of groups. writers: the incarnations that have got a registration, and the address
-    that each stands for: who may write; quiet: those of them that never will again. wanted: the client still waits (False after an abort). since_s: start of the
-    present wait.
+    blocks: encoded block tables, as parts of groups. writers: the incarnations that have got a registration, and the
+    address that each stands for: who may write; quiet: those of them that never will again. wanted: the client still
+    waits (False after an abort). since_s: start of the present wait.
     """
 
     request_id: RequestId

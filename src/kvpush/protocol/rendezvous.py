@@ -14,8 +14,8 @@ from kvpush.protocol.prompt import PromptIdentity
 class LocalRequest:
     """A request of this engine whose KV is to be handed over.
 
-    ready: prompt tokens whose KV exists in the present blocks; 0 again after a preemption. finished: the engine is done with
-    it and holds the blocks for us. ended_s: when it finished. registered: consumers that have, or had, a send;
+    ready: prompt tokens whose KV exists in the present blocks; 0 again after a preemption. finished: the engine is done
+    with it and holds the blocks for us. ended_s: when it finished. registered: consumers that have, or had, a send;
     satisfied: consumers that need nothing more.
     """
 

@@ -10,10 +10,10 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     rendezvous_timeout_s: a registration whose request P does not know ends after it.
     unclaimed_timeout_s: a complete request that nobody registered for is dropped after it; announced_timeout_s if D
-    has announced it. admission_timeout_s: accepted, but P does not begin to compute. peer_timeout_s: silence after which
-    a peer is lost. ping_interval_s: how often a peer with shared transfers is asked. abort_drain_s: how long the blocks of an
-    aborted or failed request may wait for writes in flight before the attempt is poisoned. tombstone_s: how long the end of a
-    transfer is remembered.
+    has announced it. admission_timeout_s: accepted, but P does not begin to compute. peer_timeout_s: silence after
+    which a peer is lost. ping_interval_s: how often a peer with shared transfers is asked. abort_drain_s: how long the
+    blocks of an aborted or failed request may wait for writes in flight before the attempt is poisoned. tombstone_s:
+    how long the end of a transfer is remembered.
     """
 
     rendezvous_timeout_s: float = 30.0

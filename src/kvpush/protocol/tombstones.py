@@ -1,4 +1,4 @@
-"""Memory of ended transfers: late messages meet a tombstone instead of starting something new. Bounded, and it expires."""
+"""Memory of ended transfers: late messages meet a tombstone instead of starting something new. Bounded; it expires."""
 
 from __future__ import annotations
 
