@@ -1,0 +1,243 @@
+"""Connections to peer ranks: made on demand, reused, and remade when a peer turns out to be gone or another one.
+
+A message to a rank that is not connected waits here until the handshake has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvpush.protocol.ids import AgentName, PeerAddress
+from kvpush.protocol.messages import Message, encode
+from kvpush.transfer.counters import Counters
+from kvpush.transfer.dialer import Answer, Dialer
+from kvpush.transport.base import Transport, TransportError
+
+_log = logging.getLogger(__name__)
+
+MAX_WAITING = 4096
+"""Messages that may wait for one handshake; more are refused, so that a dead address cannot collect memory."""
+
+MAX_KNOWN = 1024
+"""Incarnations that are remembered after their connection is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """A message has left for an incarnation."""
+
+    address: PeerAddress
+    agent: AgentName
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Undelivered:
+    """A message did not and will not leave."""
+
+    address: PeerAddress
+    message: Message
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """Pieces can be written to this incarnation."""
+
+    agent: AgentName
+
+
+@dataclass(frozen=True, slots=True)
+class Unreachable:
+    """Somebody waited to write to this incarnation, and it cannot be reached."""
+
+    agent: AgentName
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """The connection to an incarnation broke."""
+
+    agent: AgentName
+    reason: str
+
+
+Event = Delivered | Undelivered | Connected | Unreachable | Disconnected
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """What waits for the handshake with one address."""
+
+    messages: deque[tuple[Message, AgentName | None]] = field(default_factory=deque)
+    agents: set[AgentName] = field(default_factory=set)
+
+
+class Connections:
+    """Owned by the transfer thread. Every method returns at once; what happens comes out of `take`.
+
+    wants_sent: asked before a message that had to wait leaves after all.
+    """
+
+    def __init__(
+        self, transport: Transport, dialer: Dialer, counters: Counters, wants_sent: Callable[[Message], bool]
+    ) -> None:
+        self._transport = transport
+        self._dialer = dialer
+        self._counters = counters
+        self._wants_sent = wants_sent
+        self._by_address: dict[PeerAddress, Answer] = {}
+        self._by_agent: dict[AgentName, tuple[PeerAddress, Answer]] = {}
+        self._known: dict[AgentName, Answer] = {}
+        self._waiting: dict[PeerAddress, _Waiting] = {}
+        self._engine_ids: dict[PeerAddress, str | None] = {}
+        self._events: deque[Event] = deque()
+
+    @property
+    def dialing(self) -> bool:
+        return bool(self._waiting)
+
+    def answer(self, agent: AgentName) -> Answer | None:
+        """What the handshake said about an incarnation that is connected."""
+        entry = self._by_agent.get(agent)
+        return None if entry is None else entry[1]
+
+    def known(self, agent: AgentName) -> Answer | None:
+        """The same, also for one that was connected earlier (its process is asked for when it must be proven gone)."""
+        return self._known.get(agent)
+
+    def take(self) -> list[Event]:
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def expect(self, address: PeerAddress, engine_id: str | None) -> None:
+        """Somebody says which engine answers at an address; a cached connection to another one is dropped."""
+        if engine_id is None:
+            return
+        self._engine_ids[address] = engine_id
+        current = self._by_address.get(address)
+        if current is not None and current.engine_id != engine_id:
+            self.drop(AgentName(current.agent), f"engine {engine_id} is expected at {address}")
+
+    def connect(self, address: PeerAddress, agent: AgentName) -> None:
+        """Gets ready to write to an incarnation: Connected or Unreachable follows."""
+        if agent in self._by_agent:
+            self._events.append(Connected(agent))
+        else:
+            self._wait(address).agents.add(agent)
+
+    def send(self, address: PeerAddress, message: Message, agent: AgentName | None) -> None:
+        """Sends, or keeps, a message: Delivered or Undelivered follows. agent: the only incarnation that may get it."""
+        if address in self._waiting:
+            self._keep(address, message, agent)
+            return
+        current = self._by_address.get(address)
+        if agent is not None and agent in self._by_agent:
+            self._deliver(address, message, agent)
+        elif current is None:
+            self._keep(address, message, agent)
+        elif agent is not None:
+            self._events.append(Undelivered(address, message, "peer_restarted"))
+        elif not self._deliver(address, message, AgentName(current.agent), final=False):
+            # The cached connection was stale: whoever is there now shall get it.
+            self._keep(address, message, None)
+
+    def poll(self) -> None:
+        """Takes up handshakes that have ended."""
+        for dialed in self._dialer.take():
+            waiting = self._waiting.pop(dialed.address, None) or _Waiting()
+            error = dialed.error
+            if dialed.answer is not None:
+                error = self._join(dialed.address, dialed.answer)
+            if error:
+                self._refuse(dialed.address, waiting, error)
+            else:
+                assert dialed.answer is not None
+                self._flush(dialed.address, waiting, AgentName(dialed.answer.agent))
+
+    def drop(self, agent: AgentName, reason: str) -> None:
+        """Forgets a connection, so that the next use makes a new one."""
+        entry = self._by_agent.pop(agent, None)
+        if entry is None:
+            return
+        address, answer = entry
+        if self._by_address.get(address) == answer:
+            del self._by_address[address]
+        self._transport.disconnect(agent)
+        self._counters.add("disconnects", reason.split(":")[0])
+        _log.warning("kvpush: connection to %s (%s) dropped: %s", address, agent, reason)
+        self._events.append(Disconnected(agent, reason))
+
+    def _wait(self, address: PeerAddress) -> _Waiting:
+        waiting = self._waiting.get(address)
+        if waiting is None:
+            waiting = self._waiting[address] = _Waiting()
+            self._dialer.dial(address, self._engine_ids.pop(address, None))
+        return waiting
+
+    def _keep(self, address: PeerAddress, message: Message, agent: AgentName | None) -> None:
+        waiting = self._wait(address)
+        if len(waiting.messages) >= MAX_WAITING:
+            self._events.append(Undelivered(address, message, "too many messages wait for the handshake"))
+        else:
+            waiting.messages.append((message, agent))
+
+    def _join(self, address: PeerAddress, answer: Answer) -> str:
+        """Connects to who answered; returns why that was not possible, or ""."""
+        agent = AgentName(answer.agent)
+        old = self._by_address.get(address)
+        if old is not None and old.agent != answer.agent:
+            self.drop(AgentName(old.agent), f"peer_restarted: {address} is {answer.agent} now")
+        try:
+            name = self._transport.connect(answer.metadata)
+        except TransportError as error:
+            return f"connect failed: {error}"
+        if name != agent:
+            self._transport.disconnect(name)
+            return f"handshake refused: {address} says that it is {agent}, its metadata says {name}"
+        self._by_address[address] = answer
+        self._by_agent[agent] = (address, answer)
+        self._known[agent] = answer
+        while len(self._known) > MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+        _log.info("kvpush: connected to engine %s at %s (%s)", answer.engine_id, address, agent)
+        return ""
+
+    def _refuse(self, address: PeerAddress, waiting: _Waiting, error: str) -> None:
+        self._counters.add("handshakes_failed", error.split(":")[0])
+        _log.warning("kvpush: no connection to %s: %s", address, error)
+        self._events += [Unreachable(agent, error) for agent in waiting.agents]
+        self._events += [Undelivered(address, message, error) for message, _ in waiting.messages]
+
+    def _flush(self, address: PeerAddress, waiting: _Waiting, found: AgentName) -> None:
+        for wanted in waiting.agents:
+            fits = wanted == found
+            self._events.append(Connected(wanted) if fits else Unreachable(wanted, "peer_restarted"))
+        for message, agent in waiting.messages:
+            if not self._wants_sent(message):
+                self._events.append(Undelivered(address, message, "given up"))
+            elif agent not in (None, found):
+                self._events.append(Undelivered(address, message, "peer_restarted"))
+            elif found not in self._by_agent:
+                self._events.append(Undelivered(address, message, "disconnected"))  # broke in the middle of the queue
+            else:
+                self._deliver(address, message, found)
+
+    def _deliver(self, address: PeerAddress, message: Message, agent: AgentName, *, final: bool = True) -> bool:
+        """Sends over an existing connection; one that breaks is dropped, and the message is lost if `final`."""
+        try:
+            self._transport.notify(agent, encode(message))
+        except TransportError as error:
+            self._counters.add("notify_failed")
+            self.drop(agent, f"disconnected: {error}")
+            if final:
+                self._events.append(Undelivered(address, message, "disconnected"))
+            return False
+        self._counters.add("messages_sent", type(message).__name__.lower())
+        self._events.append(Delivered(address, agent, message))
+        return True

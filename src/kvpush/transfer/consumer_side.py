@@ -1,0 +1,206 @@
+"""D's half of the transfer core: carries out what the consumer's state machine asks for."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+
+from kvpush.plan.block_table import encode_blocks
+from kvpush.protocol.actions import (
+    Action,
+    Quarantined,
+    ReportFailed,
+    ReportReceived,
+    ReportReleased,
+    SendTo,
+    Verify,
+)
+from kvpush.protocol.consumer import Consumer
+from kvpush.protocol.errors import ProtocolError
+from kvpush.protocol.ids import AgentName, PeerAddress, RequestId
+from kvpush.protocol.messages import ToConsumer
+from kvpush.transfer.commands import Announce, BlockTable, Cancel, Fetch, Refuse, Release, SideChannel, Withdraw
+from kvpush.transfer.connections import Connections, Delivered, Disconnected, Undelivered
+from kvpush.transfer.connections import Event as ConnectionEvent
+from kvpush.transfer.counters import Counters
+from kvpush.transfer.integrity import Digester
+from kvpush.transfer.records import Records
+from kvpush.transfer.results import LoadFailed, Received, Released, Result
+
+_log = logging.getLogger(__name__)
+
+BLOCKS_PER_PART = 12_000
+"""Block ids in one message: even as plain ids of 4 bytes they stay below the size of a message."""
+
+Command = Announce | Withdraw | Fetch | Refuse | Cancel | Release
+
+
+class ConsumerSide:
+    """Owned by the transfer thread."""
+
+    def __init__(
+        self,
+        consumer: Consumer,
+        sender: PeerAddress,
+        connections: Connections,
+        digester: Digester | None,
+        counters: Counters,
+        records: Records,
+        results: deque[Result],
+    ) -> None:
+        self._consumer = consumer
+        self._sender = sender
+        self._connections = connections
+        self._digester = digester
+        self._counters = counters
+        self._records = records
+        self._results = results
+        self._fetches: dict[RequestId, Fetch] = {}
+
+    @property
+    def idle(self) -> bool:
+        return self._consumer.idle and not self._fetches
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        held = (self._fetches.get(receive.request_id) for receive in self._consumer.quarantined)
+        return sum(len(group) for fetch in held if fetch is not None for group in fetch.blocks)
+
+    def command(self, command: Command, now_s: float) -> None:
+        match command:
+            case Announce():
+                actions = self._consumer.announce(
+                    command.transfer_id, command.prompt, [self._rank_at(command.peer)], now_s
+                )
+            case Withdraw():
+                self._consumer.withdraw(command.transfer_id)
+                actions = []
+            case Fetch():
+                actions = self._fetch(command, now_s)
+            case Refuse():
+                actions = self._refuse(command.request_id, command.reason)
+            case Cancel():
+                actions = self._consumer.cancel(command.request_id, now_s)
+            case Release():
+                actions = self._consumer.release(
+                    command.key, [self._rank_at(command.peer)], all_consumers=command.all_consumers
+                )
+        self._run(actions, now_s)
+
+    def receive(self, agent: AgentName, message: ToConsumer, now_s: float) -> None:
+        self._run(self._consumer.on_message(agent, message, now_s), now_s)
+
+    def tick(self, now_s: float) -> None:
+        self._run(self._consumer.on_tick(now_s), now_s)
+
+    def gone(self, agent: AgentName, now_s: float) -> None:
+        self._run(self._consumer.on_gone(agent, now_s), now_s)
+
+    def suspects(self) -> list[tuple[AgentName, PeerAddress]]:
+        found = {}
+        for receive in self._consumer.quarantined:
+            found.update({agent: at for agent, at in receive.writers.items() if agent not in receive.quiet})
+        return list(found.items())
+
+    def on_connection(self, event: ConnectionEvent, now_s: float) -> None:
+        match event:
+            case Delivered():
+                actions = self._consumer.on_delivered(event.address, event.agent, event.message, now_s)
+            case Undelivered():
+                reason = event.reason.split(":")[0]
+                actions = self._consumer.on_undelivered(event.address, event.message, reason, now_s)
+            case Disconnected():
+                actions = self._consumer.on_disconnected(event.agent, now_s)
+            case _:
+                actions = []
+        self._run(actions, now_s)
+
+    def _rank_at(self, peer: SideChannel) -> PeerAddress:
+        """The rank of P that writes into this one: with equal sizes, its namesake."""
+        return PeerAddress(peer[0], peer[1], self._sender.pp_rank, self._sender.tp_rank)
+
+    def _fetch(self, fetch: Fetch, now_s: float) -> list[Action]:
+        address = self._rank_at(fetch.peer)
+        try:
+            actions = self._consumer.register(
+                fetch.request_id, fetch.key, fetch.prompt, fetch.first_token, _parts(fetch.blocks), fetch.consumers,
+                [address], now_s,
+            )  # fmt: skip
+        except (ProtocolError, ValueError) as error:
+            # The engine waits for two reports, whatever was wrong with the registration.
+            _log.error("kvpush: transfer %s cannot be registered: %s", fetch.key.transfer_id, error)
+            return self._refuse(fetch.request_id, "not_registered")
+        self._connections.expect(address, fetch.engine_id)
+        self._fetches[fetch.request_id] = fetch
+        self._records.open(fetch.request_id, fetch.key.transfer_id).mark("registered", now_s)
+        return actions
+
+    def _refuse(self, request_id: RequestId, reason: str) -> list[Action]:
+        """Fails a load for which nobody was asked to write."""
+        self._counters.add("loads_failed", reason)
+        self._results += [LoadFailed(request_id, reason), Released(request_id)]
+        return []
+
+    def _run(self, actions: Sequence[Action], now_s: float) -> None:
+        queue = deque(actions)
+        while queue:
+            action = queue.popleft()
+            match action:
+                case SendTo():
+                    self._connections.send(action.address, action.message, action.agent)
+                case Verify():
+                    queue.extendleft(reversed(self._verify(action, now_s)))
+                case ReportReceived():
+                    self._on_received(action, now_s)
+                case ReportFailed():
+                    self._counters.add("loads_failed", action.reason)
+                    record = self._records.get(action.request_id)
+                    name = record.transfer_id if record is not None else action.request_id
+                    _log.warning("kvpush: transfer %s failed: %s", name, action.reason)
+                    self._results.append(LoadFailed(action.request_id, action.reason))
+                case ReportReleased():
+                    self._fetches.pop(action.request_id, None)
+                    self._records.end(action.request_id, "released")
+                    self._results.append(Released(action.request_id))
+                case Quarantined():
+                    self._counters.add("quarantines")
+                    _log.warning(
+                        "kvpush: blocks of request %s stay in quarantine: %s may still write them and does not answer",
+                        action.request_id, ", ".join(str(writer) for writer in action.writers),
+                    )  # fmt: skip
+                case _:
+                    raise AssertionError(f"the consumer asked for {action}")
+
+    def _verify(self, action: Verify, now_s: float) -> list[Action]:
+        fetch = self._fetches[action.request_id]
+        good = True
+        if self._digester is not None:
+            digests = [digest for _, digest in action.digests]
+            good = self._digester.matches(fetch.blocks[0], fetch.first_token, fetch.prompt.num_tokens, digests)
+            self._counters.add("integrity", "ok" if good else "mismatch")
+            if good:
+                record = self._records.open(fetch.request_id, fetch.key.transfer_id)
+                record.mark("verified", now_s)
+        return self._consumer.on_verified(action.request_id, good, now_s)
+
+    def _on_received(self, action: ReportReceived, now_s: float) -> None:
+        fetch = self._fetches.pop(action.request_id)
+        self._counters.add("receives")
+        self._counters.add("bytes_received", amount=action.num_bytes)
+        record = self._records.end(action.request_id, "received")
+        note = ""
+        if record is not None:
+            record.mark("received", now_s)
+            record.num_tokens, record.num_bytes = action.num_tokens, action.num_bytes
+            note = record.timing(("registered to received", "registered", "received"))
+            note += ", integrity ok" if "verified" in record.times_s else ""
+        _log.info("kvpush: transfer %s received: %d tokens%s", fetch.key.transfer_id, action.num_tokens, note)
+        self._results.append(Received(action.request_id))
+
+
+def _parts(blocks: BlockTable) -> list[list[bytes]]:
+    """A block table as parts (outer) of KV cache groups (inner), each encoded."""
+    longest = max(len(group) for group in blocks)
+    starts = range(0, longest, BLOCKS_PER_PART)
+    return [[encode_blocks(group[start : start + BLOCKS_PER_PART]) for group in blocks] for start in starts]

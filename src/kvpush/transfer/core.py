@@ -1,0 +1,168 @@
+"""The transfer core of one rank: commands and notifications in, writes, messages and results out.
+
+What the background thread runs in production and the simulator in virtual time: no thread, no clock, no lock of its own (the
+fence is shared with the engine's main thread). It owns the transport.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+
+from kvpush.plan.geometry import CacheGeometry
+from kvpush.protocol.consumer import Consumer
+from kvpush.protocol.errors import ProtocolError
+from kvpush.protocol.ids import AgentName, PeerAddress
+from kvpush.protocol.messages import MalformedMessage, ToProducer, decode
+from kvpush.protocol.producer import Producer
+from kvpush.protocol.timing import Timing
+from kvpush.transfer import commands
+from kvpush.transfer.connections import Connections
+from kvpush.transfer.consumer_side import ConsumerSide
+from kvpush.transfer.counters import Counters
+from kvpush.transfer.dialer import Dialer
+from kvpush.transfer.fence import Fence
+from kvpush.transfer.integrity import CacheReader, Digester
+from kvpush.transfer.producer_side import ProducerSide
+from kvpush.transfer.prover import Prover
+from kvpush.transfer.records import Records
+from kvpush.transfer.results import Result
+from kvpush.transfer.sources import PASSED, Event
+from kvpush.transport.base import Transport
+
+_log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+"""How often the bounds are looked at; small against every bound."""
+
+PROOF_INTERVAL_S = 1.0
+"""How often the end of a silent writer is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoreConfig:
+    """What a core needs to know of its rank.
+
+    sender: where peers reach this rank's side channel. cache: its KV cache. reader: reads KV for digests; None switches
+    integrity off. stream: push whole blocks after every chunk.
+    """
+
+    sender: PeerAddress
+    cache: CacheGeometry
+    timing: Timing
+    reader: CacheReader | None = None
+    stream: bool = True
+
+
+class TransferCore:
+    """Drives both halves of the protocol. Every call takes the time; `poll` says how busy it is."""
+
+    def __init__(self, config: CoreConfig, transport: Transport, dialer: Dialer, prover: Prover, fence: Fence) -> None:
+        self.counters = Counters()
+        self.records = Records()
+        self._transport = transport
+        self._dialer = dialer
+        self._prover = prover
+        self._results: deque[Result] = deque()
+        self._next_tick_s = self._next_proof_s = 0.0
+        digester = Digester(config.reader) if config.reader is not None else None
+        producer = Producer(config.timing, block_size=config.cache.block_size, stream=config.stream)
+        consumer = Consumer(config.timing, config.sender)
+        self._connections = Connections(transport, dialer, self.counters, consumer.wants_sent)
+        self._producer_side = ProducerSide(
+            producer, config.cache, transport, self._connections, fence, digester, self.counters, self.records,
+            self._results,
+        )  # fmt: skip
+        self._consumer_side = ConsumerSide(
+            consumer, config.sender, self._connections, digester, self.counters, self.records, self._results
+        )
+
+    @property
+    def idle(self) -> bool:
+        """No transfer is known to either half; only tombstones may be left."""
+        return self._producer_side.idle and self._consumer_side.idle and not self._connections.dialing
+
+    @property
+    def writing(self) -> bool:
+        """Writes are in flight, or a forward is about to make blocks ready: poll often."""
+        return self._producer_side.writing
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        return self._consumer_side.num_quarantined_blocks
+
+    def take_results(self) -> list[Result]:
+        """What has ended since the last call, in order."""
+        results = []
+        while self._results:
+            results.append(self._results.popleft())
+        return results
+
+    def command(self, command: commands.Command, now_s: float, event: Event = PASSED) -> None:
+        """Takes one command of the engine. event: when the forward of the step that it comes from is done (Progress only)."""
+        try:
+            match command:
+                case commands.Progress():
+                    self._producer_side.advance(command, event)
+                case commands.Offer() | commands.Preempt() | commands.Finish():
+                    self._producer_side.command(command, now_s)
+                case _:
+                    self._consumer_side.command(command, now_s)
+        except ProtocolError as error:
+            # A defect of ours; the request's other half ends by its own bounds.
+            self.counters.add("protocol_errors", error.fault)
+            _log.error("kvpush: %s: %s", type(command).__name__, error)
+        self._settle(now_s)
+
+    def poll(self, now_s: float) -> None:
+        """One round: notifications, handshakes, forwards that are done, writes that have ended, bounds."""
+        for agent, payload in self._transport.notifications():
+            self._receive(AgentName(agent), payload, now_s)
+        self._connections.poll()
+        self._producer_side.poll(now_s)
+        if now_s >= self._next_tick_s:
+            self._next_tick_s = now_s + TICK_S
+            self._producer_side.tick(now_s)
+            self._consumer_side.tick(now_s)
+            self._seek_proof(now_s)
+        self._settle(now_s)
+
+    def close(self) -> None:
+        self._dialer.close()
+        self._prover.close()
+        self._transport.close()
+
+    def _seek_proof(self, now_s: float) -> None:
+        """Whoever holds memory in quarantine may be gone for good; only proof of that sets the memory free."""
+        for agent in self._prover.take():
+            self._consumer_side.gone(agent, now_s)
+            self._connections.drop(agent, "gone: its process has ended")
+        if now_s >= self._next_proof_s:
+            self._next_proof_s = now_s + PROOF_INTERVAL_S
+            for agent, address in self._consumer_side.suspects():
+                answer = self._connections.known(agent)
+                if answer is not None:
+                    self._prover.ask(agent, answer.process, address)
+
+    def _receive(self, agent: AgentName, payload: bytes, now_s: float) -> None:
+        try:
+            message = decode(payload)
+        except MalformedMessage as error:
+            self.counters.add("messages_dropped", "malformed")
+            _log.debug("kvpush: dropped %d bytes from %s: %s", len(payload), agent, error)
+            return
+        self.counters.add("messages_received", type(message).__name__.lower())
+        side = self._producer_side if isinstance(message, ToProducer) else self._consumer_side
+        try:
+            side.receive(agent, message, now_s)  # type: ignore[arg-type]
+        except ProtocolError as error:
+            self.counters.add("messages_dropped", error.fault)
+            _log.warning("kvpush: dropped %s from %s: %s", type(message).__name__, agent, error)
+
+    def _settle(self, now_s: float) -> None:
+        """Hands out what the connections have to tell until nothing is left."""
+        while events := self._connections.take():
+            for event in events:
+                self._producer_side.on_connection(event, now_s)
+                self._consumer_side.on_connection(event, now_s)

@@ -1,0 +1,116 @@
+"""Handshakes on a small pool of threads: one slow peer never delays another, nor the transfer thread."""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from kvpush.plan.geometry import CacheGeometry
+from kvpush.protocol.ids import PeerAddress
+from kvpush.transfer.addresses import AddressRefused, AllowList
+from kvpush.transfer.sidechannel import EngineInfo, HandshakeError, ProcessIdentity, check_compatible, query_peer
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A peer rank that may be connected to."""
+
+    engine_id: str
+    agent: str
+    metadata: bytes
+    geometry: CacheGeometry
+    process: ProcessIdentity
+
+
+@dataclass(frozen=True, slots=True)
+class Dialed:
+    """How a handshake ended: an answer, or why there is none."""
+
+    address: PeerAddress
+    answer: Answer | None
+    error: str = ""
+
+
+class Dialer(Protocol):
+    """Starts handshakes and hands out how they ended; the simulator has one of its own."""
+
+    def dial(self, address: PeerAddress, engine_id: str | None) -> None:
+        """Starts a handshake; engine_id is an assertion about who must answer, or None."""
+        ...
+
+    def take(self) -> list[Dialed]:
+        """The handshakes that have ended since the last call. Never blocks."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SideChannelDialer:
+    """Asks real side channels. The allow list is checked here, on the pool, because names may have to be resolved."""
+
+    def __init__(
+        self,
+        mine: EngineInfo,
+        allowed: AllowList,
+        secret: bytes | None,
+        timeout_s: float,
+        *,
+        num_threads: int = 4,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._mine = mine
+        self._allowed = allowed
+        self._secret = secret
+        self._timeout_s = timeout_s
+        self._on_end = on_end
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kvpush-dial")
+        self._ended: queue.SimpleQueue[Dialed] = queue.SimpleQueue()
+
+    def dial(self, address: PeerAddress, engine_id: str | None) -> None:
+        self._pool.submit(self._work, address, engine_id)
+
+    def take(self) -> list[Dialed]:
+        ended = []
+        while not self._ended.empty():
+            ended.append(self._ended.get_nowait())
+        return ended
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _work(self, address: PeerAddress, engine_id: str | None) -> None:
+        try:
+            ended = Dialed(address, self._ask(address, engine_id))
+        except HandshakeError as error:
+            ended = Dialed(address, None, f"handshake {error.code}: {error}")
+        except (AddressRefused, ValueError) as error:
+            ended = Dialed(address, None, f"handshake refused: {error}")
+        except Exception as error:
+            # Whatever happens on the pool must come back as an answer, or the transfers that wait for it hang.
+            _log.exception("kvpush: handshake with %s", address)
+            ended = Dialed(address, None, f"handshake failed: {error!r}")
+        self._ended.put(ended)
+        self._on_end()
+
+    def _ask(self, address: PeerAddress, engine_id: str | None) -> Answer:
+        self._allowed.check(address.host, address.port)
+        found = query_peer(
+            address.host, address.port, address.pp_rank, address.tp_rank, engine_id, self._secret, self._timeout_s
+        )
+        differences = check_compatible(self._mine, found.engine)
+        for name in ("tp_size", "pp_size"):
+            here, there = getattr(self._mine, name), getattr(found.engine, name)
+            if here != there:
+                differences.append(f"{name}: {here} here, {there} there (this version needs equal sizes)")
+        if differences:
+            raise ValueError(f"{address} does not fit: {'; '.join(dict.fromkeys(differences))}")
+        geometry = msgspec.msgpack.decode(found.rank.geometry, type=CacheGeometry)
+        return Answer(found.engine.engine_id, found.rank.agent, found.rank.metadata, geometry, found.rank.process)

@@ -1,0 +1,216 @@
+"""P's half of the transfer core: carries out what the producer's state machine asks for."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+from kvpush.plan.geometry import CacheGeometry
+from kvpush.plan.runs import Ints
+from kvpush.protocol.actions import Action, Connect, ReportSent, SendEnded, SendTo, TransferUnknown, WritePiece
+from kvpush.protocol.errors import ProtocolError
+from kvpush.protocol.ids import AgentName, RequestId, SendKey
+from kvpush.protocol.messages import ToProducer
+from kvpush.protocol.producer import Producer
+from kvpush.transfer.commands import Finish, Offer, Preempt, Progress
+from kvpush.transfer.connections import Connected, Connections, Disconnected, Unreachable
+from kvpush.transfer.connections import Event as ConnectionEvent
+from kvpush.transfer.counters import Counters
+from kvpush.transfer.fence import Fence
+from kvpush.transfer.integrity import Digester
+from kvpush.transfer.records import Records
+from kvpush.transfer.results import Result, Sent
+from kvpush.transfer.sources import Event, Sources
+from kvpush.transfer.writer import Landed, PieceRefused, PieceWriter
+from kvpush.transport.base import Transport
+
+_log = logging.getLogger(__name__)
+
+
+class ProducerSide:
+    """Owned by the transfer thread."""
+
+    def __init__(
+        self,
+        producer: Producer,
+        cache: CacheGeometry,
+        transport: Transport,
+        connections: Connections,
+        fence: Fence,
+        digester: Digester | None,
+        counters: Counters,
+        records: Records,
+        results: deque[Result],
+    ) -> None:
+        self._producer = producer
+        self._sources = Sources()
+        self._writer = PieceWriter(transport, cache)
+        self._connections = connections
+        self._fence = fence
+        self._digester = digester
+        self._counters = counters
+        self._records = records
+        self._results = results
+        self._tables: dict[
+            SendKey, tuple[int, Ints]
+        ] = {}  # of live sends: (attempt, the consumer's decoded block table)
+
+    @property
+    def idle(self) -> bool:
+        return self._producer.idle and not len(self._writer) and not len(self._sources)
+
+    @property
+    def writing(self) -> bool:
+        return len(self._writer) > 0 or self._sources.pending
+
+    def advance(self, progress: Progress, event: Event) -> None:
+        self._sources.advance(progress, event)
+
+    def command(self, command: Offer | Preempt | Finish, now_s: float) -> None:
+        request_id = command.request_id
+        match command:
+            case Offer():
+                actions = self._producer.on_request(
+                    request_id, command.transfer_id, command.prompt, command.consumers, now_s
+                )
+                self._records.open(request_id, command.transfer_id).mark("known", now_s)
+            case Preempt():
+                self._counters.add("preemptions", "poisoned" if command.poisoned else "")
+                self._sources.preempt(request_id)
+                actions = self._producer.on_poisoned(request_id, now_s) if command.poisoned else []
+                actions += self._producer.on_preempted(request_id, now_s)
+                self._fence.reopen(request_id)
+            case Finish():
+                actions = self._finish(command, now_s)
+        self._run(actions, now_s)
+
+    def _finish(self, finish: Finish, now_s: float) -> list[Action]:
+        request_id = finish.request_id
+        ready = self._sources.settle(request_id)
+        try:
+            if finish.aborted:
+                return self._producer.on_aborted(request_id, now_s, finish.aborted)
+            if ready is not None:
+                self._run(self._producer.on_tokens(request_id, ready, now_s), now_s)
+            self._mark(request_id, "prefilled", now_s)
+            return self._producer.on_finished(request_id, now_s)
+        except ProtocolError as error:
+            # A request that was never offered (its transfer id was taken): nothing reads its blocks, give them back.
+            _log.warning("kvpush: request %s ends without a transfer: %s", request_id, error)
+            return [ReportSent(request_id)]
+
+    def receive(self, agent: AgentName, message: ToProducer, now_s: float) -> None:
+        self._run(self._producer.on_message(agent, message, now_s), now_s)
+
+    def poll(self, now_s: float) -> None:
+        for request_id, ready in self._sources.passed():
+            if self._records.get(request_id) is not None:
+                self._run(self._producer.on_tokens(request_id, ready, now_s), now_s)
+        for landed in self._writer.poll(now_s):
+            self._on_landed(landed, now_s)
+
+    def tick(self, now_s: float) -> None:
+        self._run(self._producer.on_tick(now_s), now_s)
+
+    def on_connection(self, event: ConnectionEvent, now_s: float) -> None:
+        match event:
+            case Connected():
+                self._run(self._producer.on_connected(event.agent, now_s), now_s)
+            case Unreachable() | Disconnected():
+                reason = event.reason.split(":")[0]
+                self._run(self._producer.on_unreachable(event.agent, reason, now_s), now_s)
+
+    def _on_landed(self, landed: Landed, now_s: float) -> None:
+        piece = landed.piece
+        self._fence.end(piece.request_id)
+        if landed.error:
+            self._counters.add("writes_failed")
+            _log.warning("kvpush: a write of transfer %s failed: %s", piece.key.transfer_id, landed.error)
+            self._run(self._producer.on_write_failed(piece.key, piece.piece, "write_failed", now_s), now_s)
+            return
+        self._counters.add("writes")
+        self._counters.add("bytes_written", amount=landed.num_bytes)
+        record = self._records.get(piece.request_id)
+        if record is not None:
+            record.mark_last("landed", now_s)
+        # While the fence is held the engine's main thread cannot poison: either it was first, and nothing commits, or the
+        # commit was, and every byte had been read before the blocks are taken.
+        with self._fence.committing(piece.request_id) as poisoned:
+            actions = self._producer.on_poisoned(piece.request_id, now_s) if poisoned else []
+            actions += self._producer.on_written(piece.key, piece.piece, landed.num_bytes, landed.digest, now_s)
+            self._run(actions, now_s)
+
+    def _run(self, actions: list[Action], now_s: float) -> None:
+        """Carries out actions in order; those that follow from them come right behind."""
+        queue = deque(actions)
+        while queue:
+            action = queue.popleft()
+            match action:
+                case SendTo():
+                    self._connections.send(action.address, action.message, action.agent)
+                case Connect():
+                    self._connections.connect(action.address, action.agent)
+                case WritePiece():
+                    queue.extendleft(reversed(self._write(action, now_s)))
+                case ReportSent():
+                    self._sources.forget(action.request_id)
+                    self._records.end(action.request_id, "sent")
+                    self._results.append(Sent(action.request_id))
+                case SendEnded():
+                    self._on_ended(action, now_s)
+                case TransferUnknown():
+                    self._counters.add("unmatched", action.reason)
+                    _log.warning("kvpush: transfer %s dropped: %s", action.transfer_id, action.reason)
+                case _:
+                    raise AssertionError(f"the producer asked for {action}")
+
+    def _write(self, piece: WritePiece, now_s: float) -> list[Action]:
+        if not self._fence.begin(piece.request_id):
+            return self._producer.on_not_posted(piece.key, piece.piece, now_s)
+        try:
+            self._post(piece, now_s)
+        except PieceRefused as error:
+            self._fence.end(piece.request_id)
+            self._counters.add("writes_refused")
+            _log.warning("kvpush: transfer %s cannot be written: %s", piece.key.transfer_id, error)
+            return self._producer.on_write_failed(piece.key, piece.piece, "post_failed", now_s)
+        self._mark(piece.request_id, "first_write", now_s)
+        return []
+
+    def _post(self, piece: WritePiece, now_s: float) -> None:
+        send = self._producer.send(piece.key)
+        answer = self._connections.answer(piece.agent)
+        groups = self._sources.table(piece.request_id)
+        if send is None or answer is None or not groups:
+            raise PieceRefused("the peer, the registration or the blocks are gone")
+        attempt, table = self._tables.get(piece.key, (0, None))
+        if table is None or attempt != piece.attempt:
+            table = self._writer.target_blocks(send.registration, answer.geometry)
+            self._tables[piece.key] = (piece.attempt, table)
+        digest = None
+        if self._digester is not None:
+            digest = self._digester.piece(groups[0], piece.first_token, piece.end_token)
+        self._writer.post(piece, groups[0], answer.geometry, table, digest, now_s)
+
+    def _on_ended(self, ended: SendEnded, now_s: float) -> None:
+        self._counters.add("sends", ended.reason or ended.state)
+        transfer_id = ended.key.transfer_id
+        if ended.request_id is None:
+            _log.warning("kvpush: registration of transfer %s refused: %s", transfer_id, ended.reason)
+            return
+        self._tables.pop(ended.key, None)
+        if ended.state != "committed":
+            _log.warning("kvpush: transfer %s %s: %s", transfer_id, ended.state, ended.reason)
+            return
+        self._mark(ended.request_id, "committed", now_s)
+        record = self._records.get(ended.request_id)
+        spans = (("prefill to commit", "prefilled", "committed"), ("first write to landed", "first_write", "landed"))
+        _log.info(
+            "kvpush: transfer %s committed: %d tokens, %d bytes, %d writes%s",
+            transfer_id, ended.num_tokens, ended.num_bytes, ended.num_writes, record.timing(*spans) if record else "",
+        )  # fmt: skip
+
+    def _mark(self, request_id: RequestId, moment: str, now_s: float) -> None:
+        record = self._records.get(request_id)
+        if record is not None:
+            record.mark(moment, now_s)

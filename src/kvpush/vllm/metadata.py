@@ -1,0 +1,24 @@
+"""What travels between the scheduler half and the worker halves of the connector."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
+
+from kvpush.transfer.commands import Command, Progress
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """One engine step. before: commands that leave before the forward; after: what the forward makes ready."""
+
+    before: list[Command] = field(default_factory=list)
+    after: list[Progress] = field(default_factory=list)
+
+
+@dataclass
+class RankMetadata(KVConnectorHandshakeMetadata):
+    """A worker's RankInfo, encoded: what the side channel tells peers about this rank."""
+
+    rank: bytes

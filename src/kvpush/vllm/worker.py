@@ -1,0 +1,205 @@
+"""The worker half: one per rank. Owns the transfer thread and the ledger of what is owed to the engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+
+from kvpush.protocol.ids import PeerAddress, RequestId
+from kvpush.protocol.ledger import Direction, ReportLedger
+from kvpush.transfer.addresses import AllowList
+from kvpush.transfer.commands import Cancel, Command, Fetch, Offer, Preempt, Progress, Refuse
+from kvpush.transfer.core import CoreConfig, TransferCore
+from kvpush.transfer.dialer import SideChannelDialer
+from kvpush.transfer.fence import Fence
+from kvpush.transfer.proof import WriterProof
+from kvpush.transfer.prover import ProcessProver
+from kvpush.transfer.results import LoadFailed, Received, Released, Result, Sent
+from kvpush.transfer.sidechannel import RankInfo, current_process, secret_from_environment
+from kvpush.transfer.sources import PASSED, Event
+from kvpush.transfer.thread import TransferThread
+from kvpush.transport.base import Region
+from kvpush.transport.nixl import NixlTransport
+from kvpush.vllm import compat
+from kvpush.vllm.cache import PagedCache
+from kvpush.vllm.config import Options
+from kvpush.vllm.identity import check_cache, engine_info
+from kvpush.vllm.metadata import RankMetadata, StepMetadata
+
+_log = logging.getLogger(__name__)
+
+
+class PushWorker:
+    """All methods but none of the waiting: the engine's main thread stands still only in `before_forward`, for at most
+    `preempt_wait_s`, and only when blocks are preempted that a transfer reads."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, options: Options) -> None:
+        check_cache(kv_cache_config)
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._options = options
+        self._fence = Fence()
+        self._ledger = ReportLedger()
+        self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._fetches: dict[RequestId, Fetch] = {}
+        self._finished: set[RequestId] = set()
+        self._early: list[Sent] = []
+        self._steps: list[Progress] = []
+        self._sent: set[str] = set()
+        self._received: set[str] = set()
+        self._invalid: set[int] = set()
+        self._core: TransferCore | None = None
+        self._thread: TransferThread | None = None
+        self._rank: RankInfo | None = None
+        self._cuda = False
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Makes the caches reachable for peers and starts the transfer thread."""
+        options, cache = self._options, PagedCache(kv_caches, self._kv_cache_config)
+        pp_rank, tp_rank = compat.rank_of()
+        secret = secret_from_environment()
+        process = current_process()
+        transport = NixlTransport(
+            f"kvpush-{uuid.uuid4().hex}", backends=tuple(options.backends), num_threads=options.num_threads
+        )
+        transport.register([Region(address, length, cache.device) for address, length in cache.regions])
+        self._rank = RankInfo(
+            pp_rank=pp_rank,
+            tp_rank=tp_rank,
+            agent=transport.name,
+            metadata=transport.metadata(),
+            geometry=msgspec.msgpack.encode(cache.geometry),
+            pid=process.pid,
+            pid_start=process.pid_start,
+            host_id=process.host_id,
+        )
+        allowed = AllowList([*options.allowed_hosts, options.side_channel_host])
+        config = CoreConfig(
+            sender=PeerAddress(options.side_channel_host, options.side_channel_port, pp_rank, tp_rank),
+            cache=cache.geometry,
+            timing=options.timing,
+            reader=cache if options.integrity != "off" else None,
+            stream=options.stream,
+        )
+        mine = engine_info(self._vllm_config, self._kv_cache_config, incarnation=f"worker-{os.getpid()}")
+        dialer = SideChannelDialer(mine, allowed, secret, options.handshake_timeout_s)
+        prover = ProcessProver(WriterProof(secret), allowed)
+        self._core = TransferCore(config, transport, dialer, prover, self._fence)
+        self._cuda = cache.device is not None
+        self._thread = TransferThread(self._core, on_start=cache.select_device)
+        self._thread.start()
+        _log.info(
+            "kvpush: %s registered %d regions, %.2f GiB, block size %d, %d layers",
+            transport.name, len(cache.regions), sum(length for _, length in cache.regions) / 2**30,
+            self._block_size, len(cache.geometry.bases),
+        )  # fmt: skip
+
+    @property
+    def counters(self) -> Any:
+        return self._core.counters if self._core is not None else None
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        return self._core.num_quarantined_blocks if self._core is not None else 0
+
+    def handshake_metadata(self) -> RankMetadata | None:
+        return None if self._rank is None else RankMetadata(msgspec.msgpack.encode(self._rank))
+
+    def before_forward(self, metadata: StepMetadata) -> None:
+        """Commands that must leave before this step's forward overwrites or computes anything."""
+        if not metadata.before and not metadata.after:
+            return
+        preempted = [command.request_id for command in metadata.before if isinstance(command, Preempt)]
+        poisoned = self._fence.preempt(preempted, self._options.preempt_wait_s) if preempted else set()
+        commands: list[Command] = []
+        for command in metadata.before:
+            match command:
+                case Offer():
+                    self._ledger.open(command.request_id, Direction.SENDING)
+                case Fetch() | Refuse():
+                    self._ledger.open(command.request_id, Direction.RECEIVING)
+                    if isinstance(command, Fetch):
+                        self._fetches[command.request_id] = command
+                case Cancel() if not self._ledger.owes(command.request_id, Direction.RECEIVING):
+                    continue  # reported already: late
+                case Preempt():
+                    command = Preempt(command.request_id, poisoned=command.request_id in poisoned)
+            commands.append(command)
+        self._steps += metadata.after
+        self._running().submit(commands)
+
+    def after_forward(self) -> None:
+        """The forward of the step has been launched (CUDA) or is done (CPU): what it makes ready may be read after it.
+
+        Called by whichever hook comes first; the others of the same step find nothing left to do.
+        """
+        if self._steps:
+            steps, self._steps = self._steps, []
+            self._running().submit(steps, self._record_event())
+
+    def collect(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """(finished_sending, finished_recving) of this step; each request once, and only while the engine holds it."""
+        self.after_forward()
+        for request_id in finished_req_ids:
+            name = RequestId(request_id)
+            if self._ledger.owes(name, Direction.SENDING) or self._ledger.owes(name, Direction.RECEIVING):
+                self._finished.add(name)
+            self._ledger.close(name)
+        results: list[Result] = [*self._early, *self._running().take_results()]
+        self._early = []
+        for result in results:
+            self._book(result)
+        sent, self._sent = self._sent, set()
+        received, self._received = self._received, set()
+        return sent, received
+
+    def take_invalid_blocks(self) -> set[int]:
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.stop()
+
+    def _book(self, result: Result) -> None:
+        request_id = result.request_id
+        match result:
+            case Sent():
+                if request_id not in self._finished:
+                    self._early.append(result)  # the engine has not yet said that it is finished
+                elif self._ledger.report(request_id, Direction.SENDING):
+                    self._sent.add(request_id)
+                    self._forget(request_id)
+            case LoadFailed():
+                fetch = self._fetches.get(request_id)
+                # After the request has ended its blocks concern nobody; naming them could hit another request.
+                if fetch is not None and request_id not in self._finished:
+                    self._invalid.update(fetch.blocks[0][fetch.first_token // self._block_size :])
+            case Received() | Released():
+                self._fetches.pop(request_id, None)
+                if self._ledger.report(request_id, Direction.RECEIVING):
+                    self._received.add(request_id)
+                    if request_id in self._finished:
+                        self._forget(request_id)
+
+    def _forget(self, request_id: RequestId) -> None:
+        self._finished.discard(request_id)
+        self._ledger.close(request_id)
+
+    def _record_event(self) -> Event:
+        if not self._cuda:
+            return PASSED
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()  # type: ignore[no-untyped-call]
+        return event
+
+    def _running(self) -> TransferThread:
+        if self._thread is None:
+            raise RuntimeError("register_kv_caches has not been called")
+        return self._thread
