@@ -25,6 +25,8 @@ PARTS: web.AppKey[Parts] = web.AppKey("parts", Parts)
 
 # vLLM's HTTP server drops connections that were idle for 5 s; a request must not meet one at that moment.
 KEEPALIVE_S = 3.0
+# Whoever asks the router for its health has limits of its own.
+HEALTH_LIMIT_S = 2.0
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -109,7 +111,7 @@ async def health(request: web.Request) -> web.StreamResponse:
 
     async def answers(backend: Backend) -> bool:
         try:
-            return await backend.healthy()
+            return await backend.healthy(min(HEALTH_LIMIT_S, parts.config.probe_timeout_s))
         except CONNECTION_ERRORS:
             return False
 

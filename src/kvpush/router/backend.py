@@ -128,8 +128,11 @@ class Backend:
         """Probes the engine until it is known, checks its health from then on, and begins again when it is lost."""
         failures = 0
         while True:
-            self._wake.clear()
             failures = 0 if await self._check() else failures + 1
+            # Only what happens from here on cuts the pause short, not what the check itself found.
+            self._wake.clear()
+            if not failures and not self.ready:
+                continue  # the engine was lost while the check was on its way
             pause = self._config.health_interval_s
             if failures:
                 pause = min(pause, FIRST_PAUSE_S * 2 ** min(failures, 10))
@@ -139,20 +142,20 @@ class Backend:
             except TimeoutError:
                 pass
 
-    async def healthy(self) -> bool:
+    async def healthy(self, limit_s: float | None = None) -> bool:
         """Whether `/health` answers 200 in time. Raises one of CONNECTION_ERRORS."""
-        async with asyncio.timeout(self._config.probe_timeout_s):
+        async with asyncio.timeout(self._config.probe_timeout_s if limit_s is None else limit_s):
             async with self._session.get(self.url + "/health") as response:
                 await response.read()
                 return response.status == 200
 
     async def _check(self) -> bool:
         try:
-            if self._needs_identity and self.identity is None:
-                await self._probe()
-            elif not await self.healthy():
+            if not await self.healthy():
                 self.lost("/health does not answer 200")
                 return False
+            if self._needs_identity and self.identity is None:
+                await self._probe()
         except IdentityError as error:
             return self._probe_failed("refused", str(error))
         except TimeoutError:

@@ -52,7 +52,7 @@ class Generate:
                 raise ApiError(503, message, outcome="rejected")
             async with asyncio.timeout_at(started_s + self._config.request_timeout_s):
                 response = await self._answer(request, reply, request_id, started_s, chat=chat)
-            outcome = "ok"
+            outcome = reply.outcome
         except ApiError as error:
             outcome = error.outcome
             response = await reply.fail(error)
@@ -119,7 +119,7 @@ class Generate:
             if transfer.body is None:
                 async for chunk in transfer.chunks():
                     await reply.write(chunk, transfer.content_type)
-                outcome = "ok"
+                outcome = reply.outcome = "stream_error" if transfer.told_error else "ok"
                 return await reply.end()
             if transfer.record.prefill_ms is not None:
                 reply.headers[PREFILL_HEADER] = f"{transfer.record.prefill_ms:.3f}"

@@ -150,10 +150,13 @@ def local_reason(body: Mapping[str, Any], *, chat: bool) -> str | None:
 
 
 def prefill_body(body: Mapping[str, Any], params: Mapping[str, Any], *, chat: bool) -> Body:
-    """The body that makes an engine compute the same prompt and one token."""
+    """The body that makes an engine compute the same prompt and one token.
+
+    ignore_eos, because vLLM's own connectors hand over only what ended by its length, and the one token may be the end.
+    """
     dropped = OUTPUT_KEYS if chat else OUTPUT_KEYS | COMPLETION_OUTPUT_KEYS
     leg = {key: value for key, value in body.items() if key not in dropped and not key.startswith(OUTPUT_PREFIX)}
-    leg.update(max_tokens=1, n=1, stream=False, temperature=0.0, kv_transfer_params=params)
+    leg.update(max_tokens=1, n=1, stream=False, temperature=0.0, ignore_eos=True, kv_transfer_params=params)
     if chat:
         # vLLM takes max_completion_tokens before max_tokens; older engines know only the latter.
         leg["max_completion_tokens"] = 1

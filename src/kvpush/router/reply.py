@@ -20,6 +20,7 @@ class Reply:
 
     def __init__(self, request: web.Request, headers: Mapping[str, str]) -> None:
         self.headers = dict(headers)
+        self.outcome = "ok"  # of an answer that was sent to its end
         self._request = request
         self._stream: web.StreamResponse | None = None
         self._tail = b""

@@ -57,6 +57,7 @@ class Transfer:
         self.transfer_id = transfer_id
         self.body: bytes | None = None
         self.content_type = "application/json"
+        self.told_error = False  # the stream passed on holds an error event
         self._parts = parts
         self._call = call
         self._dispatched_s = asyncio.get_running_loop().time()
@@ -98,6 +99,7 @@ class Transfer:
                 self.record.ttft_ms = _milliseconds(self._first_token_s - self._call.started_s)
                 self._parts.metrics.ttft.add(self._first_token_s - self._call.started_s)
                 self._note_handoff()
+            self.told_error = self.told_error or sse.has_error(chunk)
             yield chunk
             chunk = await self._next_chunk()
 
@@ -151,8 +153,10 @@ class Transfer:
             assert self._prefill_task is not None
             answered = await self._prefill_task
             self._use_decode(await parts.decode.acquire(wait_s))
-            params = legs.pull_decode_params(self.transfer_id, consumers, answered) if answered else None
-            await self._decode(params)
+            if not answered:
+                self.record.local_reason = "not_offered"
+                parts.metrics.local["not_offered"] += 1
+            await self._decode(legs.pull_decode_params(self.transfer_id, consumers, answered) if answered else None)
             return
         try:
             self._use_decode(await parts.decode.acquire(wait_s))

@@ -1,7 +1,7 @@
 """Engines that answer over real HTTP like vLLM's API server, and a router in front of them, all in one event loop.
 
-A fake decode engine that is told `do_remote_prefill` gives its first token only when the fake prefill engine at the given
-address has finished the request with the same transfer_id, as a real pair does.
+A fake decode engine that is told `do_remote_prefill` gives its first token only when the fake prefill engine at the
+given address has finished the request with the same transfer_id, as a real pair does.
 """
 
 from __future__ import annotations
@@ -98,6 +98,8 @@ class FakeEngine:
         self.answer: Answer | Callable[[Seen], Answer] = Answer()
         self.probe: Answer = Answer()
         self.healthy = True
+        self.health_checks = 0
+        self.stall_health = False
         self.api_key: str | None = None
         self.seen: list[Seen] = []
         self.probes: list[Seen] = []
@@ -155,6 +157,9 @@ class FakeEngine:
     # endpoints
 
     async def _health(self, request: web.Request) -> web.Response:
+        self.health_checks += 1
+        if self.stall_health:
+            await asyncio.sleep(3600)
         return web.Response(status=200 if self.healthy else 503)
 
     async def _models(self, request: web.Request) -> web.Response:

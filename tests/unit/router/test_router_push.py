@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from typing import Any
 
@@ -105,7 +106,7 @@ async def test_each_token_is_passed_on_when_it_comes() -> None:
                 if line.startswith(b"data: {"):
                     arrivals.append(loop.time())
         assert len(arrivals) == 3
-        assert all(later - earlier > 0.05 for earlier, later in zip(arrivals, arrivals[1:], strict=False))
+        assert all(later - earlier > 0.05 for earlier, later in itertools.pairwise(arrivals))
 
 
 @async_test
@@ -192,6 +193,15 @@ async def test_pull_gives_the_decode_leg_what_the_prefill_leg_answered() -> None
 
 
 @async_test
+async def test_pull_without_an_offer_is_prefilled_by_the_decode_engine() -> None:
+    async with cluster(mode="pull") as it:
+        it.p[0].answer = Answer(params={})
+        assert (await it.post(HELLO))[0] == 200
+        assert it.d[0].only().body == HELLO
+        assert it.parts.metrics.local == {"not_offered": 1}
+
+
+@async_test
 async def test_records_and_metrics_tell_the_hand_off() -> None:
     async with cluster() as it:
         it.p[0].answer = Answer(delay_s=0.05)
@@ -213,7 +223,9 @@ async def test_records_and_metrics_tell_the_hand_off() -> None:
         samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         assert samples['kvpush_router_requests_total{endpoint="/v1/completions",outcome="ok"}'] == "1"
         assert samples["kvpush_router_handoff_seconds_count"] == "1"
-        assert float(samples["kvpush_router_handoff_seconds_sum"]) == pytest.approx(record["handoff_ms"] / 1e3, abs=1e-3)
+        assert float(samples["kvpush_router_handoff_seconds_sum"]) == pytest.approx(
+            record["handoff_ms"] / 1e3, abs=1e-3
+        )
         assert float(samples["kvpush_router_ttft_seconds_sum"]) >= 0.15
         assert samples["kvpush_router_in_flight"] == "0"
 
@@ -232,6 +244,10 @@ async def test_models_and_health_and_unknown_paths() -> None:
             content = await response.json()
             assert content["prefill"] == {it.p[0].url: False}
             assert content["decode"] == {it.d[0].url: True}
+        it.d[0].stall_health = True
+        async with it.http.get(it.url + "/health") as response:
+            assert response.status == 503
+            assert (await response.json())["decode"] == {it.d[0].url: False}
         for method, path, code in (("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405)):
             async with it.http.request(method, it.url + path) as response:
                 assert response.status == code
