@@ -14,11 +14,23 @@ from kvpush.plan.runs import Runs
 
 
 class TransportError(Exception):
-    """The transport could not do what was asked; `peer` names the other side where there is one."""
+    """The transport could not do what was asked.
 
-    def __init__(self, message: str, peer: str | None = None) -> None:
+    peer: the other side, where there is one.
+    may_land: the error is of a write, and bytes of it may still land. Without it the write has ended: nothing of it
+    lands any more. Whoever promises quiet must not do so on an error with may_land.
+    """
+
+    def __init__(self, message: str, peer: str | None = None, *, may_land: bool = False) -> None:
         super().__init__(message)
         self.peer = peer
+        self.may_land = may_land
+
+
+def check_agent_name(name: str) -> None:
+    """Raises ValueError if a transport cannot be called that."""
+    if not 1 <= len(name.encode()) <= 255:
+        raise ValueError(f"an agent name has 1 to 255 bytes, {name!r} has {len(name.encode())}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,26 +76,47 @@ class Transport(Protocol):
         ...
 
     def disconnect(self, peer: str) -> None:
-        """Forgets a peer; unknown peers are ignored."""
+        """Forgets a peer; unknown peers are ignored.
+
+        From now on writes and messages to it raise. Writes in flight stay valid and must still be polled: forgetting
+        the target stops nothing.
+        """
         ...
 
-    def write(self, peer: str, runs: Runs, device: int | None, peer_device: int | None, notification: bytes) -> WriteHandle:
-        """Posts one WRITE of all runs; `notification` (may be empty) arrives at the peer after its bytes.
+    def write(
+        self, peer: str, runs: Runs, device: int | None, peer_device: int | None, notification: bytes
+    ) -> WriteHandle:
+        """Posts one WRITE of all runs; `notification` arrives at the peer after its bytes, unless it is empty.
 
-        Raises TransportError if it could not be posted; then nothing is in flight for it.
+        It leaves when `done` finds the bytes landed, so a handle that nobody polls never notifies.
+        Source addresses lie in memory of `device` registered here, target addresses in memory of `peer_device` that the
+        peer had registered before its `metadata()`. None is host memory.
+
+        Raises TransportError if it could not be posted; then nothing is in flight for it, except if the error says
+        `may_land`. Raises ValueError if there are no runs.
         """
         ...
 
     def done(self, handle: WriteHandle) -> bool:
-        """True once every byte has landed. Raises TransportError if the write failed."""
+        """True once every byte has landed and the notification is on its way.
+
+        Raises TransportError if the write failed, and again at every later call. A write that neither lands nor fails
+        (the peer is stopped, the link is cut) stays False for ever: only a time limit of the caller's own ends it.
+        """
         ...
 
     def release(self, handle: WriteHandle) -> None:
-        """Gives the handle back. Releasing one that is in flight is no proof that nothing is written any more."""
+        """Gives the handle back; never raises, and a second time does nothing.
+
+        Releasing one that is in flight is no proof that nothing is written any more.
+        """
         ...
 
     def notify(self, peer: str, payload: bytes) -> None:
-        """Sends one message. Messages may overtake writes and each other. Raises TransportError."""
+        """Sends one message. Messages may overtake writes and each other.
+
+        Raises TransportError if the peer is unknown or gone. Success is no proof that the message arrives.
+        """
         ...
 
     def notifications(self) -> list[tuple[str, bytes]]:
@@ -91,5 +124,9 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends the agent. Idempotent."""
+        """Ends the agent: handles are released, peers forgotten, memory deregistered. Idempotent; never raises.
+
+        Every later call but `name`, `release` and `disconnect` raises TransportError. Ending an agent stops neither its
+        own writes in flight nor those of peers into its memory.
+        """
         ...
