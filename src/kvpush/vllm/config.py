@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -34,26 +34,20 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     backends, num_threads: of NIXL. stream: push whole blocks after every chunk of the prompt. integrity: compare digests
     of the KV at both sides (slow; for tests). recompute_below_tokens: what D's own cache lacks and D computes itself
     rather than ask for it; default one block. preempt_wait_s: how long P may wait for writes before it takes blocks back.
+    timing: the protocol's bounds; its fields stand beside the others in the configuration.
     """
 
     side_channel_host: str = "127.0.0.1"
     side_channel_port: int = DEFAULT_PORT
-    allowed_hosts: list[str] = list(DEFAULT_ALLOWED)
-    backends: list[str] = ["UCX"]
+    allowed_hosts: tuple[str, ...] = DEFAULT_ALLOWED
+    backends: tuple[str, ...] = ("UCX",)
     num_threads: int = 0
     stream: bool = True
     integrity: IntegrityMode = "off"
     recompute_below_tokens: int | None = None
     preempt_wait_s: float = 0.05
     handshake_timeout_s: float = 10.0
-    rendezvous_timeout_s: float = Timing().rendezvous_timeout_s
-    unclaimed_timeout_s: float = Timing().unclaimed_timeout_s
-    announced_timeout_s: float = Timing().announced_timeout_s
-    admission_timeout_s: float = Timing().admission_timeout_s
-    peer_timeout_s: float = Timing().peer_timeout_s
-    ping_interval_s: float = Timing().ping_interval_s
-    abort_drain_s: float = Timing().abort_drain_s
-    tombstone_s: float = Timing().tombstone_s
+    timing: Timing = Timing()
 
     def __post_init__(self) -> None:
         if not 1 <= self.side_channel_port <= 65_535:
@@ -72,12 +66,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if not 0 < self.handshake_timeout_s <= 300:
             raise ValueError(f"handshake_timeout_s must be above 0 and at most 300, got {self.handshake_timeout_s}")
-        _ = self.timing
         AllowList(self.allowed_hosts)
-
-    @property
-    def timing(self) -> Timing:
-        return Timing(**{name: getattr(self, name) for name in Timing.__struct_fields__})
 
 
 def parse_options(extra: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Options:
@@ -93,14 +82,17 @@ def parse_options(extra: Mapping[str, Any], environment: Mapping[str, str] = os.
             given.setdefault("side_channel_port", int(environment[PORT_VARIABLE]))
         except ValueError:
             raise ConfigError(f"{PORT_VARIABLE} is not a number: {environment[PORT_VARIABLE]!r}") from None
-    unknown = sorted(set(given) - set(Options.__struct_fields__))
+    bounds = set(Timing.__struct_fields__)
+    known = (set(Options.__struct_fields__) - {"timing"}) | bounds
+    unknown = sorted(set(given) - known)
     if unknown:
-        known = ", ".join(sorted(Options.__struct_fields__))
-        raise ConfigError(f"kv_connector_extra_config: unknown key {unknown[0]!r}; known keys: {known}")
+        raise ConfigError(
+            f"kv_connector_extra_config: unknown key {unknown[0]!r}; known keys: {', '.join(sorted(known))}"
+        )
+    timing = {key: value for key, value in given.items() if key in bounds}
     try:
-        return msgspec.convert(given, Options)
+        return msgspec.convert(
+            {**{key: value for key, value in given.items() if key not in bounds}, "timing": timing}, Options
+        )
     except msgspec.ValidationError as error:
         raise ConfigError(f"kv_connector_extra_config: {error}") from None
-
-
-Role = Literal["kv_producer", "kv_consumer", "kv_both"]

@@ -66,7 +66,7 @@ class PushWorker:
         secret = secret_from_environment()
         process = current_process()
         transport = NixlTransport(
-            f"kvpush-{uuid.uuid4().hex}", backends=tuple(options.backends), num_threads=options.num_threads
+            f"kvpush-{uuid.uuid4().hex}", backends=options.backends, num_threads=options.num_threads
         )
         transport.register([Region(address, length, cache.device) for address, length in cache.regions])
         self._rank = RankInfo(
