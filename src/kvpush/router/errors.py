@@ -25,6 +25,15 @@ def error_body(status: int, message: str, param: str | None = None) -> bytes:
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": status}})
 
 
+def status_in(body: bytes) -> int:
+    """The HTTP status that an error object names; 500 if it names none."""
+    try:
+        code = msgspec.json.decode(body)["error"]["code"]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return 500
+    return code if isinstance(code, int) and 400 <= code <= 599 else 500
+
+
 class ApiError(Exception):
     """What the client gets instead of an answer.
 

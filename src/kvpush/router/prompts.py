@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from kvpush.router import sse
-from kvpush.router.errors import ApiError, MirroredError
+from kvpush.router.errors import ApiError, MirroredError, status_in
 from kvpush.router.legs import Body
 
 
@@ -114,9 +114,7 @@ def _decoded(answer: bytes) -> dict[str, Any]:
     except msgspec.DecodeError as error:
         raise ApiError(502, f"The decode engine's answer is not JSON: {error}", outcome="decode_failed") from None
     if isinstance(content, dict) and isinstance(content.get("error"), dict):
-        code = content["error"].get("code")
-        status = code if isinstance(code, int) and 400 <= code <= 599 else 500
-        raise MirroredError(status, answer, "application/json", outcome="decode_failed", retryable=False)
+        raise MirroredError(status_in(answer), answer, "application/json", outcome="decode_failed", retryable=False)
     choices = content.get("choices") if isinstance(content, dict) else None
     if not isinstance(choices, list) or not all(
         isinstance(choice, dict) and isinstance(choice.get("index"), int) for choice in choices

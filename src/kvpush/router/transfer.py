@@ -12,9 +12,10 @@ import aiohttp
 import msgspec
 
 from kvpush.router import legs, sse
+from kvpush.router.answers import PrefillAnswer, mirrored, read_all, refused
 from kvpush.router.backend import CONNECTION_ERRORS, Backend, excerpt
 from kvpush.router.config import RouterConfig
-from kvpush.router.errors import ApiError, MirroredError
+from kvpush.router.errors import ApiError, status_in
 from kvpush.router.metrics import Metrics
 from kvpush.router.pool import Pool
 from kvpush.router.records import Records, TransferRecord
@@ -60,6 +61,7 @@ class Transfer:
         self.told_error = False  # the stream passed on holds an error event
         self._parts = parts
         self._call = call
+        self._consumers = legs.consumer_count(call.body) or 1
         self._dispatched_s = asyncio.get_running_loop().time()
         self._prefill_done_s: float | None = None
         self._first_token_s: float | None = None
@@ -138,50 +140,53 @@ class Transfer:
     async def _open(self) -> None:
         call, parts = self._call, self._parts
         wait_s = parts.config.identity_wait_s
-        authorization = call.headers.get("Authorization")
         if call.local_reason is not None:
             self._use_decode(await parts.decode.acquire(wait_s))
             await self._decode(None)
-            return
-        consumers = legs.consumer_count(call.body) or 1
-        # Nothing runs between this and the start of the task that gives the engine back.
-        prefill = await parts.prefill.acquire(wait_s, authorization)
-        identity = prefill.identity
-        self.record.prefill_url = prefill.url
-        if parts.config.mode == "pull":
-            self._start_prefill(prefill, consumers)
-            assert self._prefill_task is not None
-            answered = await self._prefill_task
-            self._use_decode(await parts.decode.acquire(wait_s))
-            if not answered:
-                self.record.local_reason = "not_offered"
-                parts.metrics.local["not_offered"] += 1
-            await self._decode(legs.pull_decode_params(self.transfer_id, consumers, answered) if answered else None)
-            return
-        try:
-            self._use_decode(await parts.decode.acquire(wait_s))
-        except BaseException:
-            parts.prefill.release(prefill)
-            raise
-        assert identity is not None
-        params = legs.push_decode_params(self.transfer_id, consumers, identity)
-        self._dispatched_s = self._now()
+        elif parts.config.mode == "pull":
+            await self._pull(wait_s)
+        else:
+            await self._push(wait_s)
+
+    async def _push(self, wait_s: float) -> None:
+        """Sends both legs at once."""
+        self._use_decode(await self._parts.decode.acquire(wait_s))
+        # The prefill engine last: nothing may happen between reading its identity and dispatching.
+        prefill = await self._parts.prefill.acquire(wait_s, self._call.headers.get("Authorization"))
+        assert prefill.identity is not None
+        params = legs.push_decode_params(self.transfer_id, self._consumers, prefill.identity)
         self._decode_task = asyncio.create_task(self._decode(params))
         self._decode_task.add_done_callback(_seen)
-        self._start_prefill(prefill, consumers)
+        self._start_prefill(prefill)
         await self._first_of_both()
+
+    async def _pull(self, wait_s: float) -> None:
+        """Sends the decode leg with what the prefill leg has answered."""
+        prefill = await self._parts.prefill.acquire(wait_s, self._call.headers.get("Authorization"))
+        answered = await self._start_prefill(prefill)
+        self._use_decode(await self._parts.decode.acquire(wait_s))
+        if answered:
+            await self._decode(legs.pull_decode_params(self.transfer_id, self._consumers, answered))
+        else:
+            self.record.local_reason = "not_offered"
+            self._parts.metrics.local["not_offered"] += 1
+            await self._decode(None)
 
     def _use_decode(self, backend: Backend) -> None:
         self._decode_backend = backend
         self.record.decode_url = backend.url
 
-    def _start_prefill(self, backend: Backend, consumers: int) -> None:
-        params = legs.prefill_params(self._parts.config.mode, self.transfer_id, consumers)
+    def _start_prefill(self, backend: Backend) -> asyncio.Task[Mapping[str, Any] | None]:
+        """Takes over one leg that the pool has counted on the backend."""
+        params = legs.prefill_params(self._parts.config.mode, self.transfer_id, self._consumers)
+        self.record.prefill_url = backend.url
+        self._dispatched_s = self._now()
         task = asyncio.create_task(self._prefill(backend, params))
         self._parts.background.add(task)
         task.add_done_callback(lambda _: self._parts.prefill.release(backend))
         task.add_done_callback(self._prefill_ended)
         self._prefill_task = task
+        return task
 
     async def _first_of_both(self) -> None:
         """Waits for the decode leg, unless the prefill leg fails first."""
@@ -202,15 +207,15 @@ class Transfer:
         call = self._call
         body = legs.encode(legs.prefill_body(call.body, params, chat=call.chat))
         response = await backend.request("POST", call.path, data=body, headers=call.headers)
-        answer = await _read_all(backend, response)
+        answer = await read_all(backend, response)
         if response.status != 200:
-            raise _refused(backend, response, answer)
+            raise refused(backend, response, answer)
         self._prefill_done_s = self._now()
         self.record.prefill_ms = _milliseconds(self._prefill_done_s - self._dispatched_s)
         self._parts.metrics.prefill.add(self._prefill_done_s - self._dispatched_s)
         self._note_handoff()
         try:
-            content = msgspec.json.decode(answer, type=_PrefillAnswer)
+            content = msgspec.json.decode(answer, type=PrefillAnswer)
         except msgspec.DecodeError as error:
             message = f"The prefill engine's answer is no completion ({error}): {excerpt(answer)}"
             raise ApiError(502, message, outcome="prefill_failed", retryable=True) from None
@@ -225,17 +230,17 @@ class Transfer:
         body = legs.encode(legs.decode_body(call.body, params))
         response = await backend.request("POST", call.path, data=body, headers=call.headers)
         if response.status != 200:
-            raise _refused(backend, response, await _read_all(backend, response))
+            raise refused(backend, response, await read_all(backend, response))
         self.content_type = response.headers.get("Content-Type", self.content_type)
         if response.content_type != "text/event-stream":
-            self.body = await _read_all(backend, response)
+            self.body = await read_all(backend, response)
             return
         self._response = response
         self._first_chunk = await self._read()
         payload = sse.error_payload(self._first_chunk)
         if payload is not None:
             # The engine failed before the first token, after it had said 200. Our client can still have a status.
-            raise _mirrored(backend, _code_of(payload), payload, "application/json")
+            raise mirrored(backend, status_in(payload), payload, "application/json")
         if not self._first_chunk:
             raise ApiError(502, "The decode engine's stream is empty", outcome="decode_failed", retryable=True)
 
@@ -278,48 +283,6 @@ class Transfer:
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-
-
-class _PrefillAnswer(msgspec.Struct):
-    kv_transfer_params: dict[str, Any] | None = None
-    usage: _Usage | None = None
-
-
-async def _read_all(backend: Backend, response: aiohttp.ClientResponse) -> bytes:
-    try:
-        return await response.read()
-    except CONNECTION_ERRORS as error:
-        raise backend.broken(error) from error
-    finally:
-        if not response.content.at_eof():
-            response.close()
-
-
-def _refused(backend: Backend, response: aiohttp.ClientResponse, body: bytes) -> ApiError:
-    content_type = response.headers.get("Content-Type", "application/json")
-    if response.status < 400 or (backend.role == "prefill" and response.status >= 500):
-        status = 503 if response.status == 503 else 502
-        message = f"The {backend.role} engine answered {response.status}: {excerpt(body)}"
-        return ApiError(status, message, outcome=f"{backend.role}_failed", retryable=True)
-    return _mirrored(backend, response.status, body, content_type)
-
-
-def _mirrored(backend: Backend, status: int, body: bytes, content_type: str) -> MirroredError:
-    outcome = "client_error" if status < 500 else f"{backend.role}_failed"
-    return MirroredError(status, body, content_type, outcome=outcome, retryable=status >= 500)
-
-
-def _code_of(payload: bytes) -> int:
-    """The HTTP status that an error event names, 500 if it names none."""
-    try:
-        code = msgspec.json.decode(payload)["error"]["code"]
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return 500
-    return code if isinstance(code, int) and 400 <= code <= 599 else 500
 
 
 def _seen(task: asyncio.Task[Any]) -> None:

@@ -21,7 +21,7 @@ from kvpush.router import RouterConfig, create_app
 from kvpush.router.app import PARTS
 from kvpush.router.transfer import Parts
 
-TEST_LIMIT_S = 30.0
+TEST_LIMIT_S = 60.0
 OUTPUT = ["one", " two", " three", " four"]
 
 
@@ -39,7 +39,7 @@ def async_test(function: Callable[..., Coroutine[Any, Any, None]]) -> Callable[.
     return run
 
 
-async def eventually(condition: Callable[[], object], limit_s: float = 5.0) -> None:
+async def eventually(condition: Callable[[], object], limit_s: float = 15.0) -> None:
     async with asyncio.timeout(limit_s):
         while not condition():
             await asyncio.sleep(0.005)

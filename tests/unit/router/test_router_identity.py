@@ -43,7 +43,7 @@ async def test_requests_wait_for_the_probe_and_share_it() -> None:
 @pytest.mark.parametrize(
     ("probe", "result", "trouble"),
     [
-        (Answer(hang=True), "timeout", "no answer within 0.1 s"),
+        (Answer(hang=True), "timeout", "no answer within 0.3 s"),
         (Answer(500, vllm_error(500, "sick")), "refused", "sick"),
         (Answer(raw=b"<html>"), "refused", "not JSON"),
         (Answer(raw=b"[]"), "refused", "no kvpush connector"),
@@ -59,7 +59,8 @@ async def test_an_engine_that_does_not_tell_who_it_is_gets_no_requests(
     def setup(p: list[FakeEngine], d: list[FakeEngine]) -> None:
         p[0].probe = probe
 
-    async with cluster(setup=setup, wait_ready=False, identity_wait_s=0.4, probe_timeout_s=0.1) as it:
+    limit_s = 0.3 if probe.hang else 2.0
+    async with cluster(setup=setup, wait_ready=False, identity_wait_s=1.0, probe_timeout_s=limit_s) as it:
         status, answer, _ = await it.post(HELLO)
         assert status == 503
         assert trouble in answer["error"]["message"]
@@ -146,6 +147,31 @@ async def test_an_engine_that_is_ill_is_left_out_while_another_is_well() -> None
         assert all(now.health_checks - before < 12 for now, before in zip([*it.p, *it.d], checks, strict=True))
         it.p[0].healthy = it.d[1].healthy = True
         await eventually(lambda: it.parts.prefill.backends[0].ready and it.parts.decode.backends[1].ready)
+
+
+@async_test
+async def test_an_engine_whose_health_is_late_is_left_out_only_after_a_while() -> None:
+    async with cluster(decodes=2, probe_timeout_s=0.2, health_interval_s=0.05) as it:
+        it.d[0].stall_health = True
+        backend = it.parts.decode.backends[0]
+        before = it.d[0].health_checks
+        await eventually(lambda: not backend.ready)
+        assert it.d[0].health_checks - before >= 3
+        assert "late" in (backend.trouble or "")
+        it.d[0].stall_health = False
+        await eventually(lambda: backend.ready)
+
+
+@async_test
+async def test_one_engine_may_be_both() -> None:
+    async with cluster() as it:
+        both = it.p[0].url
+        async with cluster(prefill=(both,), decode=(both,)) as other:
+            status, answer, _ = await other.post(HELLO)
+            assert status == 200
+            assert answer["choices"][0]["text"] == "<hello>one two"
+            assert len({seen.transfer_id for seen in it.p[0].seen}) == 1
+            assert len(it.p[0].seen) == 2
 
 
 @pytest.mark.parametrize("own_key", [True, False])

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpush.router import legs
@@ -79,6 +79,7 @@ def decoded(leg: legs.Body) -> dict[str, Any]:
     return content
 
 
+@settings(deadline=None)
 @given(bodies, st.booleans())
 def test_the_prompt_is_equal_on_both_legs_and_the_clients_body_unchanged(body: dict[str, Any], chat: bool) -> None:
     client = parsed(body)
@@ -93,6 +94,7 @@ def test_the_prompt_is_equal_on_both_legs_and_the_clients_body_unchanged(body: d
     assert {key: bytes(value) for key, value in client.items()} == before
 
 
+@settings(deadline=None)
 @given(bodies, st.booleans())
 def test_the_prefill_leg_asks_for_one_plain_token(body: dict[str, Any], chat: bool) -> None:
     leg = decoded(legs.prefill_body(parsed(body), {"transfer_id": "t"}, chat=chat))
@@ -106,6 +108,7 @@ def test_the_prefill_leg_asks_for_one_plain_token(body: dict[str, Any], chat: bo
     assert set(leg) == (set(body) - set(OUTPUT_KEYS) - gone) | (fixed - (set() if chat else {"max_completion_tokens"}))
 
 
+@settings(deadline=None)
 @given(bodies, json_values)
 def test_no_transfer_parameters_of_a_client_survive(body: dict[str, Any], params: Any) -> None:
     client = parsed({**body, "kv_transfer_params": params, "vllm_xargs": {"kv_transfer_params": params, "a": 1.0}})
@@ -163,6 +166,7 @@ def test_what_is_prefilled_locally(body: dict[str, Any], chat: bool, reason: str
     assert legs.local_reason(parsed(body), chat=chat) == reason
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(st.sampled_from(["n", "best_of", "echo", "use_beam_search", "truncate_prompt_tokens"]), json_values)
 )
@@ -171,6 +175,7 @@ def test_any_body_is_judged(body: dict[str, Any]) -> None:
     assert reason is not None or legs.consumer_count(parsed(body))
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=50) | json_values.map(lambda value: json.dumps(value).encode()))
 def test_only_json_objects_are_bodies(data: bytes) -> None:
     def refuse(constant: str) -> None:

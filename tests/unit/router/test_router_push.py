@@ -62,11 +62,10 @@ async def test_both_legs_carry_one_transfer() -> None:
 @async_test
 async def test_the_decode_leg_does_not_wait_for_the_prefill_leg() -> None:
     async with cluster() as it:
-        it.p[0].answer = Answer(delay_s=0.3)
+        it.p[0].answer = Answer(hang=True)
         request = asyncio.create_task(it.post(HELLO))
-        await eventually(lambda: it.d[0].seen and it.p[0].seen, 0.25)
-        assert not it.p[0].seen[0].finished
-        assert (await request)[0] == 200
+        await eventually(lambda: it.d[0].seen and it.p[0].seen)
+        request.cancel()
 
 
 @async_test
@@ -205,16 +204,16 @@ async def test_pull_without_an_offer_is_prefilled_by_the_decode_engine() -> None
 async def test_records_and_metrics_tell_the_hand_off() -> None:
     async with cluster() as it:
         it.p[0].answer = Answer(delay_s=0.05)
-        it.d[0].answer = Answer(delay_s=0.15)
+        it.d[0].answer = Answer(delay_s=0.6)
         await it.stream(HELLO)
         await eventually(it.idle)
         status = await it.status()
         record = status["recent"][-1]
         assert record["status"] == "ok"
         assert record["prompt_tokens"] == len("hello")
-        assert 50 <= record["prefill_ms"] < 150
-        assert record["ttft_ms"] >= 150
-        assert 50 < record["handoff_ms"] <= record["ttft_ms"] - 50
+        assert 50 <= record["prefill_ms"] < 500
+        assert record["ttft_ms"] >= 600
+        assert 100 < record["handoff_ms"] <= record["ttft_ms"] - 50
         assert record["prefill_url"] == it.p[0].url
         assert status["prefill"][0]["identity"]["engine_id"] == "p0-1"
         async with it.http.get(it.url + "/metrics") as response:
@@ -226,7 +225,7 @@ async def test_records_and_metrics_tell_the_hand_off() -> None:
         assert float(samples["kvpush_router_handoff_seconds_sum"]) == pytest.approx(
             record["handoff_ms"] / 1e3, abs=1e-3
         )
-        assert float(samples["kvpush_router_ttft_seconds_sum"]) >= 0.15
+        assert float(samples["kvpush_router_ttft_seconds_sum"]) >= 0.6
         assert samples["kvpush_router_in_flight"] == "0"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from router_fakes import Answer, Seen, async_test, cluster, eventually, vllm_error
 
@@ -159,6 +159,7 @@ async def test_pull_splits_too() -> None:
         assert texts_of(events[:-1], 2) == ["<a>one", "<b>one"]
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(max_size=5) | st.lists(st.integers(0, 9), min_size=1, max_size=3), min_size=2, max_size=6))
 def test_splitting_keeps_every_prompt_and_all_else(prompts: list[Any]) -> None:
     body = legs.parse_body(json.dumps({"model": "m", "prompt": prompts, "n": 2}).encode())
@@ -176,6 +177,7 @@ usages = st.fixed_dictionaries(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(usages, min_size=1, max_size=5))
 def test_usage_is_summed_field_by_field(parts: list[dict[str, Any]]) -> None:
     total = add_usage(parts)

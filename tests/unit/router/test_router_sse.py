@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpush.router import sse
@@ -22,6 +22,7 @@ async def _cut(stream: bytes, sizes: list[int]) -> AsyncIterator[bytes]:
     yield stream[place:]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.text(alphabet='ab{}": é\\', min_size=1).map(str.strip).filter(bool), max_size=6),
     st.lists(st.integers(1, 7), max_size=30),
