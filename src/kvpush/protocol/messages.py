@@ -11,14 +11,20 @@ from typing import Annotated
 
 import msgspec
 
-from kvpush.protocol.ids import PeerAddress, SendKey, TransferId, check_id
+from kvpush.protocol.ids import MAX_RANK, PeerAddress, SendKey, TransferId, check_address, check_id
 from kvpush.protocol.prompt import PromptIdentity
 
 MAGIC = b"kvp"
 VERSION = 1
 MAX_MESSAGE_BYTES = 64 * 1024
+MAX_TABLE_BYTES = 60 * 1024
+"""Encoded block tables in one registration: leaves room for the longest ids and addresses around them."""
 MAX_CONSUMERS = 1024
+MAX_TARGETS = 1024
 MAX_PARTS = 256
+MAX_GROUPS = 64
+MAX_DIGEST_BYTES = 32
+MAX_REASON = 120
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Attempt = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
@@ -29,19 +35,40 @@ class MalformedMessage(ValueError):
     """Bytes that are no message of this protocol version; the text says what is wrong with them."""
 
 
+def check_key(key: SendKey) -> None:
+    """Raises ValueError unless the key can stand in a message."""
+    check_id(key.transfer_id, "transfer_id")
+    if not 0 <= key.consumer < MAX_CONSUMERS:
+        raise ValueError(f"consumer must be 0 to {MAX_CONSUMERS - 1}, got {key.consumer}")
+    for rank in (key.pp_rank, key.tp_rank):
+        if not 0 <= rank <= MAX_RANK:
+            raise ValueError(f"the ranks of a key must be 0 to {MAX_RANK}, got {rank}")
+
+
+def reason_text(reason: str) -> str:
+    """A reason in a form that fits into a message, whatever it was made from."""
+    return reason.encode("utf-8", "replace").decode()[:MAX_REASON]
+
+
 class _Message(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True):
-    """Base of all messages; checks the ids that every one of them carries."""
+    """Base of all messages; checks the names that they carry."""
 
     def __post_init__(self) -> None:
-        for name in ("transfer_id", "key"):
-            value = getattr(self, name, None)
-            if value is None:
-                continue
-            if isinstance(value, SendKey):
-                if not 0 <= value.consumer < MAX_CONSUMERS:
-                    raise ValueError(f"consumer must be 0 to {MAX_CONSUMERS - 1}, got {value.consumer}")
-                value = value.transfer_id
-            check_id(value, "transfer_id")
+        key: SendKey | None = getattr(self, "key", None)
+        sender: PeerAddress | None = getattr(self, "sender", None)
+        if key is not None:
+            check_key(key)
+        if sender is not None:
+            check_address(sender, "the sender")
+            if key is not None and key != key.at(sender):
+                raise ValueError(f"{sender} speaks for another rank: {key}")
+
+
+class Lease(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A registration that D counts on."""
+
+    key: SendKey
+    attempt: Attempt
 
 
 class Announce(_Message, frozen=True, tag="announce"):
@@ -51,6 +78,10 @@ class Announce(_Message, frozen=True, tag="announce"):
     prompt: PromptIdentity
     sender: PeerAddress
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_id(self.transfer_id, "transfer_id")
+
 
 class Register(_Message, frozen=True, tag="register"):
     """D to P: write this prompt's KV into these blocks.
@@ -58,7 +89,8 @@ class Register(_Message, frozen=True, tag="register"):
     attempt: the number of this registration among all that the sending rank ever made, so that nothing that was meant
     for an earlier use of the same transfer id can be taken for this one. blocks: one encoded block table per KV cache
     group, of part `part` of `parts` (a long table is split). first_token: the first token that D does not hold.
-    consumers: how many D requests share the transfer. sender: where P learns how to reach D.
+    consumers: how many D requests share the transfer. targets: to how many ranks of the sender's engine this rank of P
+    writes for this consumer, the sender included. sender: where P learns how to reach D.
     """
 
     key: SendKey
@@ -68,13 +100,22 @@ class Register(_Message, frozen=True, tag="register"):
     blocks: list[bytes]
     sender: PeerAddress
     consumers: Annotated[int, msgspec.Meta(ge=1, le=MAX_CONSUMERS)] = 1
+    targets: Annotated[int, msgspec.Meta(ge=1, le=MAX_TARGETS)] = 1
     part: Annotated[int, msgspec.Meta(ge=0, lt=MAX_PARTS)] = 0
     parts: Annotated[int, msgspec.Meta(ge=1, le=MAX_PARTS)] = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.part >= self.parts:
-            raise ValueError(f"part {self.part} of {self.parts}")
+        # What only decoding checks would let this side send what the other one drops.
+        for name, value, most in (("consumers", self.consumers, MAX_CONSUMERS), ("targets", self.targets, MAX_TARGETS)):
+            if not 1 <= value <= most:
+                raise ValueError(f"{name} must be 1 to {most}, got {value}")
+        if not 1 <= self.parts <= MAX_PARTS or not 0 <= self.part < self.parts:
+            raise ValueError(f"part {self.part} of {self.parts}, at most {MAX_PARTS} are allowed")
+        if not 1 <= len(self.blocks) <= MAX_GROUPS:
+            raise ValueError(f"{len(self.blocks)} KV cache groups, must be 1 to {MAX_GROUPS}")
+        if self.first_token < 0:
+            raise ValueError(f"first_token must not be negative, got {self.first_token}")
         if self.first_token >= self.prompt.num_tokens:
             raise ValueError(
                 f"first_token {self.first_token} is not below the prompt's {self.prompt.num_tokens} tokens"
@@ -84,9 +125,14 @@ class Register(_Message, frozen=True, tag="register"):
 
 
 class Release(_Message, frozen=True, tag="release"):
-    """D to P: this consumer needs nothing (its cache holds the prompt, or the request was rejected)."""
+    """D to P: this consumer needs nothing (its cache holds the prompt, or the request was rejected).
+
+    attempt: numbered like a registration, so that a late copy is not taken for a new use of the transfer id.
+    all_consumers: nor does any other one that has not registered.
+    """
 
     key: SendKey
+    attempt: Attempt
     sender: PeerAddress
     all_consumers: bool = False
 
@@ -104,12 +150,19 @@ class Ping(_Message, frozen=True, tag="ping"):
 
     seq: Count
     sender: PeerAddress
-    registered: list[SendKey] = []
+    registered: list[Lease] = []
     announced: list[TransferId] = []
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for lease in self.registered:
+            check_key(lease.key)
+        for transfer_id in self.announced:
+            check_id(transfer_id, "transfer_id")
 
 
 class Pong(_Message, frozen=True, tag="pong"):
-    """P to D: the answer; `known` are those of the ping's registrations that P holds in any state."""
+    """P to D: the answer; `known` are those of the ping's registrations that P holds, or whose end it remembers."""
 
     seq: Count
     known: list[SendKey] = []
@@ -122,12 +175,18 @@ class Accepted(_Message, frozen=True, tag="accepted"):
     attempt: Attempt
 
 
-class PieceDigest(msgspec.Struct, frozen=True, array_like=True):
+class PieceDigest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Digest of tokens [first_token, end_token) of one rank's KV, taken when the piece was pushed."""
 
     first_token: int
     end_token: int
     digest: bytes
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first_token < self.end_token < 2**31:
+            raise ValueError(f"a piece cannot hold tokens {self.first_token} to {self.end_token}")
+        if not 1 <= len(self.digest) <= MAX_DIGEST_BYTES:
+            raise ValueError(f"a digest has 1 to {MAX_DIGEST_BYTES} bytes, got {len(self.digest)}")
 
 
 class Commit(_Message, frozen=True, tag="commit"):

@@ -11,7 +11,7 @@ import msgspec
 DIGEST_BYTES = 16
 
 
-class PromptIdentity(msgspec.Struct, frozen=True, array_like=True):
+class PromptIdentity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Length in tokens and digest of a prompt. Equal identities mean equal KV, given the same model."""
 
     num_tokens: int
@@ -33,12 +33,12 @@ def prompt_identity(
 ) -> PromptIdentity:
     """The identity of a prompt of at least one token.
 
-    token_ids: the prompt, each 0 to 2**31 - 1; lora: the adapter's name; multimodal: content hashes in order of
+    token_ids: the prompt, each 0 to 2**32 - 1; lora: the adapter's name; multimodal: content hashes in order of
     appearance; cache_salt: separates tenants. Every part is length-prefixed, so no two combinations collide.
     Raises ValueError for an empty prompt and OverflowError for ids out of range.
     """
     hasher = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"kvpush-prompt-1")
-    tokens = array("i", token_ids).tobytes()
+    tokens = array("I", token_ids).tobytes()
     hasher.update(len(tokens).to_bytes(8, "little"))
     hasher.update(tokens)
     for part in (lora, cache_salt):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from kvpush.protocol.claims import Claims
 from kvpush.protocol.errors import ProtocolError
-from kvpush.protocol.ids import AgentName, PeerAddress, RequestId, SendKey, TransferId
-from kvpush.protocol.messages import Register
+from kvpush.protocol.ids import AgentName, RequestId, SendKey, TransferId
 from kvpush.protocol.prompt import PromptIdentity
+from kvpush.protocol.registration import Registration
+
+__all__ = ["HeldRelease", "LocalRequest", "Registration", "Rendezvous"]
 
 
 @dataclass(slots=True)
@@ -15,8 +18,8 @@ class LocalRequest:
     """A request of this engine whose KV is to be handed over.
 
     ready: prompt tokens whose KV exists in the present blocks; 0 again after a preemption. finished: the engine is done
-    with it and holds the blocks for us. ended_s: when it finished. registered: consumers that have, or had, a send;
-    satisfied: consumers that need nothing more.
+    with it and holds the blocks for us. waiting_since_s: since when, finished, it waits for the next consumer.
+    claims: the consumers that have come, and those that need nothing; keys: those whose send has not been buried.
     """
 
     request_id: RequestId
@@ -27,10 +30,13 @@ class LocalRequest:
     ready: int = 0
     finished: bool = False
     ended_s: float = 0.0
-    poisoned: bool = False
+    waiting_since_s: float = 0.0
     reported: bool = False
-    registered: set[int] = field(default_factory=set)
-    satisfied: set[int] = field(default_factory=set)
+    keys: list[SendKey] = field(default_factory=list)
+    claims: Claims = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.claims = Claims(self.consumers)
 
     @property
     def complete(self) -> bool:
@@ -40,80 +46,44 @@ class LocalRequest:
     def computing(self) -> bool:
         return not self.finished and self.ready > 0
 
+    def finish(self, now_s: float) -> None:
+        """The engine is done with the request; the first time counts."""
+        if not self.finished:
+            self.finished, self.ended_s, self.waiting_since_s = True, now_s, now_s
+
+    def refusal(self, registration: Registration) -> str:
+        """Why a registration gets nothing of this request, or ""."""
+        if registration.prompt != self.prompt:
+            return "prompt_mismatch"
+        return self.claims.refusal(registration.key, registration.address, registration.targets)
+
 
 @dataclass(frozen=True, slots=True)
-class Registration:
-    """D's whole registration, its parts joined. blocks: one tuple of encoded tables per KV cache group."""
+class HeldRelease:
+    """A consumer that needs nothing of a request that is not here yet. all_consumers: nor does any other."""
 
     key: SendKey
     attempt: int
-    prompt: PromptIdentity
-    first_token: int
-    blocks: tuple[tuple[bytes, ...], ...]
-    consumers: int
-    agent: AgentName
-    address: PeerAddress
-    received_s: float
-
-
-@dataclass(slots=True)
-class _Parts:
-    first: Register
-    tables: dict[int, list[bytes]]
+    all_consumers: bool
     since_s: float
 
 
-class Assembly:
-    """Joins the parts of registrations that were split; whole ones pass straight through."""
-
-    def __init__(self) -> None:
-        self._open: dict[tuple[AgentName, SendKey, int], _Parts] = {}
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def add(self, agent: AgentName, message: Register, now_s: float) -> Registration | None:
-        """The joined registration once its last part is in. Raises ProtocolError if parts contradict each other."""
-        if message.parts == 1:
-            return self._join(agent, message, {0: message.blocks}, now_s)
-        name = (agent, message.key, message.attempt)
-        parts = self._open.get(name)
-        if parts is None:
-            parts = self._open[name] = _Parts(message, {}, now_s)
-        same = ("prompt", "first_token", "sender", "consumers", "parts")
-        if any(getattr(parts.first, item) != getattr(message, item) for item in same):
-            raise ProtocolError("peer", f"parts of the registration {message.key} contradict each other")
-        if len(message.blocks) != len(parts.first.blocks):
-            raise ProtocolError("peer", f"parts of the registration {message.key} differ in KV cache groups")
-        parts.tables[message.part] = message.blocks
-        if len(parts.tables) < message.parts:
-            return None
-        del self._open[name]
-        return self._join(agent, parts.first, parts.tables, now_s)
-
-    def expire(self, before_s: float) -> None:
-        """Forgets registrations whose first part came before `before_s`."""
-        for name in [name for name, parts in self._open.items() if parts.since_s < before_s]:
-            del self._open[name]
-
-    @staticmethod
-    def _join(agent: AgentName, first: Register, tables: dict[int, list[bytes]], now_s: float) -> Registration:
-        groups = tuple(zip(*(tables[part] for part in range(first.parts)), strict=True))
-        return Registration(
-            first.key, first.attempt, first.prompt, first.first_token, groups, first.consumers, agent,
-            first.sender, now_s,
-        )  # fmt: skip
-
-
 class Rendezvous:
-    """Who waits for whom, by transfer id. Holds no send state: pairs are handed out as soon as both halves are here."""
+    """Who waits for whom, by transfer id. Holds no send state: pairs are handed out as soon as both halves are here.
 
-    def __init__(self, max_held: int = 65_536) -> None:
+    max_held: registrations that may wait, and likewise releases and announcements; max_held_bytes: the size of their
+    block tables together.
+    """
+
+    def __init__(self, max_held: int = 65_536, max_held_bytes: int = 256 * 1024 * 1024) -> None:
         self._max_held = max_held
+        self._max_held_bytes = max_held_bytes
         self._local: dict[TransferId, LocalRequest] = {}
         self._by_request: dict[RequestId, LocalRequest] = {}
-        self._held: dict[SendKey, Registration] = {}
-        self._released: dict[SendKey, float] = {}
+        self._held: dict[TransferId, dict[SendKey, Registration]] = {}
+        self._num_held = self._held_bytes = 0
+        self._released: dict[TransferId, dict[SendKey, HeldRelease]] = {}
+        self._num_released = 0
         self._announced: dict[TransferId, tuple[AgentName, float]] = {}
 
     @property
@@ -130,60 +100,84 @@ class Rendezvous:
         return list(self._by_request.values())
 
     def held(self) -> list[Registration]:
-        return list(self._held.values())
+        return [registration for held in self._held.values() for registration in held.values()]
 
-    def add_local(self, request: LocalRequest) -> tuple[list[Registration], list[SendKey]]:
+    def get_held(self, key: SendKey) -> Registration | None:
+        return self._held.get(key.transfer_id, {}).get(key)
+
+    def add_local(self, request: LocalRequest) -> tuple[list[Registration], list[HeldRelease]]:
         """Books a local request; returns the registrations and releases that waited for it.
 
         Raises ProtocolError (local) if the request is known, or another live request has the transfer id.
         """
-        if request.request_id in self._by_request or request.transfer_id in self._local:
+        if request.request_id in self._by_request:
+            raise ProtocolError("local", f"request {request.request_id} is known already")
+        if request.transfer_id in self._local:
             raise ProtocolError("local", f"transfer {request.transfer_id} already has a request")
         self._local[request.transfer_id] = self._by_request[request.request_id] = request
-        waiting = [key for key in self._held if key.transfer_id == request.transfer_id]
-        released = [key for key in self._released if key.transfer_id == request.transfer_id]
-        for key in released:
-            del self._released[key]
-        return [self._held.pop(key) for key in waiting], released
+        released = list(self._released.pop(request.transfer_id, {}).values())
+        self._num_released -= len(released)
+        waiting = list(self._held.get(request.transfer_id, ()))
+        return [held for key in waiting if (held := self.drop_held(key)) is not None], released
 
     def remove_local(self, request: LocalRequest) -> None:
         self._by_request.pop(request.request_id, None)
         self._local.pop(request.transfer_id, None)
         self._announced.pop(request.transfer_id, None)
 
-    def hold(self, registration: Registration) -> Registration | None:
-        """Keeps a registration until its request comes; returns the one that it replaces.
+    def hold(self, registration: Registration) -> None:
+        """Keeps a registration until its request comes; a newer attempt takes the place and the age of an older one.
 
-        Raises ProtocolError (peer) if another peer holds this key, or the table is full.
+        Raises ProtocolError (peer) if another incarnation holds this key, another engine this consumer, or the table
+        is full.
         """
-        old = self._held.get(registration.key)
-        if old is None and len(self._held) >= self._max_held:
-            raise ProtocolError("peer", f"{self._max_held} registrations wait already")
+        key = registration.key
+        held = self._held.get(key.transfer_id, {})
+        old = held.get(key)
+        for other in held.values():
+            same_consumer = other.key.consumer == key.consumer
+            if same_consumer and other.address.engine != registration.address.engine:
+                raise ProtocolError("peer", f"consumer {key.consumer} is registered by {other.address}")
         if old is not None and old.agent != registration.agent:
-            raise ProtocolError("peer", f"{registration.key} is registered by {old.agent}")
+            raise ProtocolError("peer", f"{key} is registered by {old.agent}")
         if old is not None and old.attempt >= registration.attempt:
-            # The same again: it keeps the age that it has, or a peer could hold it for ever.
-            return None
-        self._held[registration.key] = registration if old is None else replace(registration, received_s=old.received_s)
-        return old
+            return  # The same again: it keeps the age that it has, or a peer could hold it for ever.
+        grown_bytes = registration.num_bytes - (old.num_bytes if old is not None else 0)
+        if (old is None and self._num_held >= self._max_held) or self._held_bytes + grown_bytes > self._max_held_bytes:
+            raise ProtocolError("peer", f"{self._num_held} registrations of {self._held_bytes} bytes wait already")
+        if old is not None:
+            self.drop_held(key)
+            registration = replace(registration, received_s=old.received_s)
+        self._held.setdefault(key.transfer_id, {})[key] = registration
+        self._num_held += 1
+        self._held_bytes += registration.num_bytes
+        self._drop_release(key)  # what this rank said before it registered is over
 
     def drop_held(self, key: SendKey) -> Registration | None:
-        return self._held.pop(key, None)
+        held = self._held.get(key.transfer_id, {})
+        registration = held.pop(key, None)
+        if registration is not None:
+            self._num_held -= 1
+            self._held_bytes -= registration.num_bytes
+            if not held:
+                del self._held[key.transfer_id]
+        return registration
 
-    def get_held(self, key: SendKey) -> Registration | None:
-        return self._held.get(key)
-
-    def hold_release(self, key: SendKey, now_s: float) -> None:
+    def hold_release(self, release: HeldRelease) -> None:
         """Keeps a release until its request comes. Raises ProtocolError (peer) if the table is full."""
-        if len(self._released) >= self._max_held:
+        key = release.key
+        if self._num_released >= self._max_held:
             raise ProtocolError("peer", f"{self._max_held} releases wait already")
-        self._released.setdefault(key, now_s)
+        self._drop_release(key)
+        self._released.setdefault(key.transfer_id, {})[key] = release
+        self._num_released += 1
 
-    def announce(self, transfer_id: TransferId, agent: AgentName, now_s: float) -> None:
-        """Notes, or renews, that a consumer will come. Raises ProtocolError (peer) if the table is full."""
+    def announce(self, transfer_id: TransferId, agent: AgentName, now_s: float) -> bool:
+        """Notes, or renews, that a consumer will come. False if the table is full."""
         if transfer_id not in self._announced and len(self._announced) >= self._max_held:
-            raise ProtocolError("peer", f"{self._max_held} announcements wait already")
+            return False
         self._announced[transfer_id] = (agent, now_s)
+        return True
 
     def announced_s(self, transfer_id: TransferId) -> float | None:
         """When the transfer was last announced, or None."""
@@ -192,10 +186,21 @@ class Rendezvous:
 
     def expire(self, before_s: float) -> list[Registration]:
         """Forgets what has waited since before `before_s`; returns the registrations among it."""
-        for key in [key for key, since_s in self._released.items() if since_s < before_s]:
-            del self._released[key]
+        releases = [release for of in self._released.values() for release in of.values()]
+        for release in releases:
+            if release.since_s < before_s:
+                self._drop_release(release.key)
         stale = [tid for tid, (_, s) in self._announced.items() if s < before_s and tid not in self._local]
         for transfer_id in stale:
             del self._announced[transfer_id]
-        old = [key for key, registration in self._held.items() if registration.received_s < before_s]
-        return [self._held.pop(key) for key in old]
+        old = [registration for registration in self.held() if registration.received_s < before_s]
+        for registration in old:
+            self.drop_held(registration.key)
+        return old
+
+    def _drop_release(self, key: SendKey) -> None:
+        of_transfer = self._released.get(key.transfer_id, {})
+        if of_transfer.pop(key, None) is not None:
+            self._num_released -= 1
+            if not of_transfer:
+                del self._released[key.transfer_id]

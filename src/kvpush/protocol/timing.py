@@ -1,4 +1,4 @@
-"""The bounds of DESIGN section 6.5 in one validated struct."""
+"""The bounds that keep every transfer from waiting for ever, in one validated struct."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import msgspec
 class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Every bound in seconds; together they leave no state in which P waits for D and D for P for ever.
 
-    rendezvous_timeout_s: a registration whose request P does not know ends after it.
-    unclaimed_timeout_s: a complete request that nobody registered for is dropped after it; announced_timeout_s if D
-    has announced it. admission_timeout_s: accepted, but P does not begin to compute. peer_timeout_s: silence after
-    which a peer is lost. ping_interval_s: how often a peer with shared transfers is asked. abort_drain_s: how long the
-    blocks of an aborted or failed request may wait for writes in flight before the attempt is poisoned. tombstone_s:
-    how long the end of a transfer is remembered.
+    rendezvous_timeout_s: a registration whose request P does not know ends after it, and so does the attempt to connect
+    to a consumer. unclaimed_timeout_s: a complete request that nobody registers for is dropped after it;
+    announced_timeout_s while D announces it. admission_timeout_s: accepted, but P does not begin to compute.
+    peer_timeout_s: silence after which a peer is lost. ping_interval_s: how often a peer with transfers is asked.
+    write_timeout_s: a piece in flight that takes longer fails its transfer. abort_drain_s: how long the blocks of a
+    failed or aborted request may wait for its writes in flight before they are given back all the same (the attempt is
+    poisoned). tombstone_s: how long the end of a transfer is remembered.
     """
 
     rendezvous_timeout_s: float = 30.0
@@ -22,12 +23,15 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     admission_timeout_s: float = 300.0
     peer_timeout_s: float = 10.0
     ping_interval_s: float = 2.0
+    write_timeout_s: float = 60.0
     abort_drain_s: float = 2.0
     tombstone_s: float = 120.0
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"{name} must be a number of seconds, got {value!r}")
             if not 0 < value <= 86_400:
                 raise ValueError(f"{name} must be above 0 and at most 86400 seconds, got {value}")
         if self.ping_interval_s >= self.peer_timeout_s:

@@ -28,7 +28,7 @@ class SendEvent(StrEnum):
     POST = "post"  # a piece that is not the last was posted
     POST_LAST = "post_last"  # the last piece was posted
     DRAINED = "drained"  # every posted piece has landed
-    PREEMPT = "preempt"  # the source blocks are gone; what has landed stays landed
+    PREEMPT = "preempt"  # the source blocks are gone while nothing reads them; what has landed stays landed
     UNPOST = "unpost"  # a piece was not posted after all: its blocks had been preempted
     RESTART = "restart"  # D registered again with a higher attempt
     CANCEL = "cancel"
@@ -76,7 +76,6 @@ SEND_TRANSITIONS: Mapping[tuple[SendState, SendEvent], SendState] = {
     (_S.STREAMING, _E.CANCEL): _S.CANCELLED,
     (_S.STREAMING, _E.FAIL): _S.FAILED,
     (_S.DRAINING, _E.DRAINED): _S.COMMITTED,
-    (_S.DRAINING, _E.PREEMPT): _S.DRAINING,
     (_S.DRAINING, _E.UNPOST): _S.WAITING,
     (_S.DRAINING, _E.RESTART): _S.WAITING,
     (_S.DRAINING, _E.CANCEL): _S.CANCELLED,
