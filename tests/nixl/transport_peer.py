@@ -13,7 +13,7 @@ import numpy as np
 from kvpush.transport.base import Region, TransportError
 from kvpush.transport.nixl import NixlTransport
 
-START_S = 90.0  # importing NIXL imports torch, which takes long on a loaded machine
+START_S = 90.0  # the first start imports NIXL and torch, which takes long on a loaded machine
 CALL_S = 20.0
 
 
@@ -59,7 +59,9 @@ class PeerProcess:
     """The far side of a test. Stopped and killed by its own process id."""
 
     def __init__(self, name: str, size: int = 1 << 20) -> None:
-        context = mp.get_context("spawn")
+        # The server imports NIXL (and with it torch) once; its forks start at once, and no agent was there to be forked.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["nixl._api"])
         self.name = name
         self.size = size
         self._pipe, far = context.Pipe()
