@@ -35,12 +35,13 @@ class _Metadata(msgspec.Struct, frozen=True, tag="kvpush.nixl.1"):
 class NixlWrite:
     """One posted write; belongs to the transport that made it."""
 
-    __slots__ = ("_error", "_finished", "_peer", "_raw")
+    __slots__ = ("_cut_off", "_error", "_finished", "_peer", "_raw")
 
     def __init__(self, peer: str, raw: Any) -> None:
         self._peer = peer
         self._raw = raw
         self._finished = False
+        self._cut_off = False  # its peer's endpoint is known to be dead
         self._error: TransportError | None = None
 
     @property
@@ -150,12 +151,15 @@ class NixlTransport:
 
         handle = NixlWrite(peer, self._call(what, peer, prepare))
         self._in_flight.setdefault(peer, set()).add(handle)
+        failure: Exception | None = None
         try:
             state = agent.transfer(handle._raw)
         except self._nixl_errors as error:
-            raise self._failed(handle, f"could not post a write of {len(runs)} runs", error) from error
+            state, failure = "ERR", error
         if state == "ERR":
-            raise self._failed(handle, f"could not post a write of {len(runs)} runs", None)
+            lost = self._failed(handle, f"could not post a write of {len(runs)} runs", failure)
+            self.release(handle)
+            raise lost from failure
         if state == "DONE":
             self._finish(handle)
         return handle
@@ -237,18 +241,19 @@ class NixlTransport:
             return call()
         except self._nixl_errors as error:
             if peer is not None and isinstance(error, self._disconnected):
-                self._forget(peer)
+                self._lose(peer)
             whom = f" to {peer}" if peer is not None else ""
             raise TransportError(f"NIXL agent {self._name} cannot {what}{whom}: {_text(error)}", peer) from error
 
     def _failed(self, write: NixlWrite, what: str, error: Exception | None) -> TransportError:
-        """Books a write that has ended badly. If the peer is gone, so is the endpoint: nothing lands any more."""
-        gone = isinstance(error, self._disconnected) or write._peer not in self._metadata_of
+        """Books a write that has ended badly. On a dead endpoint nothing lands any more; else nobody knows."""
+        if isinstance(error, self._disconnected):
+            self._lose(write._peer)
         cause = _text(error) if error is not None else "no reason given"
-        write._error = TransportError(f"NIXL {what} to {write._peer}: {cause}", write._peer, may_land=not gone)
+        write._error = TransportError(
+            f"NIXL {what} to {write._peer}: {cause}", write._peer, may_land=not write._cut_off
+        )
         self._ended(write)
-        if gone:
-            self._forget(write._peer)
         return write._error
 
     def _finish(self, write: NixlWrite) -> None:
@@ -267,6 +272,11 @@ class NixlTransport:
     def _leave_if_quiet(self, peer: str) -> None:
         if peer in self._leaving and peer not in self._in_flight:
             self._forget(peer)
+
+    def _lose(self, peer: str) -> None:
+        for write in self._in_flight.get(peer, ()):
+            write._cut_off = True
+        self._forget(peer)
 
     def _forget(self, peer: str) -> None:
         self._metadata_of.pop(peer, None)
