@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-HOST = "127.0.0.1"
+from kvpush.launch.ports import LOCALHOST
 
 # Parameters of one finished request: they must not be reused for another.
 ONE_REQUEST_ONLY = ("remote_block_ids", "remote_num_tokens")
@@ -95,7 +95,7 @@ class KVPushLegs:
 
     remote_port: int
     mode: str = "push"
-    remote_host: str = HOST
+    remote_host: str = LOCALHOST
 
     @property
     def concurrent(self) -> bool:
@@ -124,32 +124,15 @@ class KVPushLegs:
 
 @dataclass(frozen=True, slots=True)
 class Connector:
-    """A name for `--connectors`: the class that an engine loads, and how its requests are sent."""
+    """A name for `--connectors`: the class that an engine loads, and how its requests are sent.
+
+    legs: makes them from the prefill engine's side channel port. ours: it logs its transfers as `observe` reads them.
+    """
 
     name: str
     kv_connector: str
     legs: Callable[[int], Legs]
     ours: bool
-
-    def transfer_config(self, role: str, port: int, device: str, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """The engine's `--kv-transfer-config`. port: its side channel. extra: further keys, ours only."""
-        config: dict[str, Any] = {"kv_connector": self.kv_connector, "kv_role": role}
-        if self.ours:
-            config["kv_connector_module_path"] = "kvpush.vllm"
-            config["kv_connector_extra_config"] = {
-                "side_channel_host": HOST,
-                "side_channel_port": port,
-                **extra,
-            }
-        elif device == "cpu":
-            config["kv_buffer_device"] = "cpu"
-        return config
-
-    def environment(self, port: int) -> dict[str, str]:
-        """What the engine's environment must say about the side channel."""
-        if self.ours:
-            return {}
-        return {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
 
 
 CONNECTORS = {

@@ -13,9 +13,13 @@ import msgspec
 COMMITTED = re.compile(
     r"kvpush: transfer (?P<id>\S+) committed: (?P<tokens>\d+) tokens, (?P<bytes>\d+) bytes, (?P<writes>\d+) writes"
 )
-RECEIVED = re.compile(r"kvpush: transfer (?P<id>\S+) received: (?P<tokens>\d+) tokens(?P<ok>, integrity ok)?")
-FAILED = re.compile(r"kvpush: transfer (?P<id>\S+) (?P<how>failed|cancelled|refused): (?P<reason>.*\S)")
-BREAKDOWN = re.compile(r"kvpush: transfer (?P<id>\S+) breakdown: (?P<pairs>\S+=\S+(?: \S+=\S+)*)")
+RECEIVED = re.compile(r"kvpush: transfer (?P<id>\S+) received: (?P<tokens>\d+) tokens")
+INTEGRITY_OK = ", integrity ok"
+# Everything else that the connector says about one transfer is trouble: `failed: reason`, `is in use; ...`.
+TROUBLE = re.compile(r"kvpush: transfer (?P<id>\S+) (?P<how>[a-z_][a-z_ ]*)[:;] (?P<why>\S.*)")
+REFUSED = re.compile(r"kvpush: registration of transfer (?P<id>\S+) (?P<how>refused): (?P<why>\S.*)")
+# `; prefill to commit 1.25 ms, first write to landed 0.50 ms` behind either of the first two.
+SPAN = re.compile(r"[;,] (?P<name>[a-z][a-z_ ]*[a-z]) (?P<ms>\d+(?:\.\d+)?) ms")
 SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{.*\})? (?P<value>\S+)")
 # Labels (engine, model) are summed over: each server is one engine.
 WANTED = re.compile(r"^(vllm:nixl_|vllm:kvpush_|kvpush_|kvpush:).*_(sum|count|total)$")
@@ -24,7 +28,8 @@ WANTED = re.compile(r"^(vllm:nixl_|vllm:kvpush_|kvpush_|kvpush:).*_(sum|count|to
 class Transfers(msgspec.Struct, kw_only=True):
     """Transfers that our engines logged. integrity_ok: received ones whose bytes were compared.
 
-    breakdown_ms: the logged phases of each transfer in milliseconds, by transfer id, where the engines log them.
+    failures: what else was said about transfers -> how often. spans_ms: transfer id -> name of a span -> milliseconds,
+    each taken on one side's own clock.
     """
 
     committed: int = 0
@@ -36,27 +41,15 @@ class Transfers(msgspec.Struct, kw_only=True):
     integrity_ok: int = 0
     failed: int = 0
     failures: dict[str, int] = {}
-    breakdown_ms: dict[str, dict[str, float]] = {}
-
-
-def _pairs(text: str) -> dict[str, float]:
-    """`registered_ms=1.5 landed_ms=3` as a map; what is no number is left out."""
-    found = {}
-    for pair in text.split():
-        name, _, value = pair.partition("=")
-        try:
-            found[name] = float(value.removesuffix("ms"))
-        except ValueError:
-            continue
-    return found
+    spans_ms: dict[str, dict[str, float]] = {}
 
 
 def parse_transfers(lines: Iterable[str]) -> Transfers:
     """Reads the log lines of both engines of a pair; lines of anybody else are skipped."""
-    found = Transfers(failures={}, breakdown_ms={})
+    found = Transfers(failures={}, spans_ms={})
     failures: Counter[str] = Counter()
     for line in lines:
-        if "kvpush: transfer" not in line:
+        if "kvpush: " not in line:
             continue
         if match := COMMITTED.search(line):
             found.committed += 1
@@ -66,11 +59,15 @@ def parse_transfers(lines: Iterable[str]) -> Transfers:
         elif match := RECEIVED.search(line):
             found.received += 1
             found.received_tokens += int(match["tokens"])
-            found.integrity_ok += match["ok"] is not None
-        elif match := FAILED.search(line):
-            failures[f"{match['how']}: {match['reason']}"] += 1
-        elif match := BREAKDOWN.search(line):
-            found.breakdown_ms.setdefault(match["id"], {}).update(_pairs(match["pairs"]))
+            found.integrity_ok += INTEGRITY_OK in line
+        elif match := TROUBLE.search(line) or REFUSED.search(line):
+            failures[f"{match['how']}: {match['why'].rstrip()}"] += 1
+            continue
+        else:
+            continue
+        spans = {span["name"]: float(span["ms"]) for span in SPAN.finditer(line, match.end())}
+        if spans:
+            found.spans_ms.setdefault(match["id"], {}).update(spans)
     found.failed = sum(failures.values())
     found.failures = dict(failures)
     return found

@@ -82,8 +82,8 @@ class ServeRaw(msgspec.Struct, kw_only=True, tag_field="what", tag="serve"):
 class TransferRow(msgspec.Struct, kw_only=True):
     """Bare writes of one size, block table and path. samples_ms: each run; ms and gb_s: their median.
 
-    regions and page_bytes: the geometry. runs: pieces after merging, of `descriptors` before. single_ms: the same
-    number of bytes as one write, the ceiling. verified: every run's bytes were compared at the target.
+    regions and page_bytes: the geometry. runs: pieces after merging (median, tables differ), of `descriptors` before.
+    single_ms: the same number of bytes as one write, the ceiling. verified: every run was compared at the target.
     """
 
     device: str

@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import shlex
-import signal
 import sys
 import tempfile
 import time
@@ -21,20 +20,23 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from kvpush.bench.connectors import Connector, connectors_named
-from kvpush.bench.engines import START_TIMEOUT_S, STOP_GRACE_S, EngineError, EngineOptions, EnginePair
+from kvpush.bench.engines import EngineError, EngineOptions, EnginePair
 from kvpush.bench.environment import Environment, command_line, environment, now_iso
 from kvpush.bench.raw import CellResult, ServeRaw, write_raw
 from kvpush.bench.record import figures
 from kvpush.bench.session import PairSession, TimeIsUp
 from kvpush.bench.shapes import SHAPES, Shape, shape_named, vocabulary_of, write_synthetic_model
 from kvpush.bench.workload import Cell, parse_cells
+from kvpush.launch.errors import LaunchError
+from kvpush.launch.fleet import READY_TIMEOUT_S, Fleet
 
 # An engine pair needs about this long to come up; less time than this left is not worth a start.
 LEAST_START_S = 30.0
+# Of the time limit, kept for stopping the engines.
+STOP_RESERVE_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
     add("--age-requests", type=int, default=700, help="requests that age the pools (default 700)")
     add("--age-concurrency", type=int, default=48, help="how many of them at once (default 48)")
     add("--request-timeout-s", type=float, default=120.0, help="a request without an answer by then is an error")
-    add("--start-timeout-s", type=float, default=START_TIMEOUT_S, help="for an engine pair to come up")
+    add("--start-timeout-s", type=float, default=READY_TIMEOUT_S, help="for an engine pair to come up")
     return made
 
 
@@ -148,7 +150,7 @@ def plan(args: argparse.Namespace, scratch: Path, began_s: float) -> Plan:
         extra_args=tuple(shlex.split(args.engine_args)),
         kvpush_config=config,
     )
-    limit = float("inf") if args.time_limit_s is None else args.time_limit_s - STOP_GRACE_S
+    limit = float("inf") if args.time_limit_s is None else args.time_limit_s - STOP_RESERVE_S
     return Plan(
         shape=shape,
         connectors=connectors,
@@ -192,7 +194,7 @@ class PairRun:
             date=now,
             command=command_line("kvpush.bench.serve"),
             environment=facts,
-            kvpush_config=dict(asked.options.kvpush_config or {}) if connector.ours else {},
+            kvpush_config=dict(asked.options.kvpush_config) if connector.ours else {},
             unfinished=[f"{pool}/{cell.isl}/{cell.qps:g}" for pool in asked.pools for cell in asked.cells],
         )
 
@@ -208,15 +210,16 @@ class PairRun:
         try:
             if left_s < LEAST_START_S:
                 raise TimeIsUp
-            with EnginePair(self.connector, self.asked.options, self.asked.out / "logs" / self.stem) as pair:
-                pair.start(min(self.asked.start_timeout_s, left_s))
+            with Fleet(self.asked.out / "logs" / self.stem) as fleet:
+                timeout_s = min(self.asked.start_timeout_s, left_s)
+                pair = EnginePair.start(fleet, self.connector, self.asked.options, timeout_s)
                 self.raw.start_s = round(pair.start_s, 1)
-                self.raw.engines = {engine.role: engine.argv for engine in pair.engines}
+                self.raw.engines = {engine.spec.role: engine.argv for engine in pair.engines}
                 print(f"{self.connector.name}: engines up in {pair.start_s:.1f} s", flush=True)
                 good = asyncio.run(self._measure(pair))
         except TimeIsUp:
             good = self._problem(f"time is up; not measured: {' '.join(self.raw.unfinished)}")
-        except EngineError as error:
+        except (EngineError, LaunchError) as error:
             good = self._problem(str(error))
         finally:
             print(f"{self.connector.name}: {self.save()}", flush=True)
@@ -251,16 +254,10 @@ class PairRun:
         return good
 
 
-def _raise_on_signal(number: int, _frame: FrameType | None) -> None:
-    """Turns SIGTERM into an exception, so that the engines are stopped."""
-    raise SystemExit(128 + number)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     began_s = time.monotonic()
     args = parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, _raise_on_signal)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpush-bench-")))
         try:

@@ -13,7 +13,7 @@ import aiohttp
 
 from kvpush.bench import workload
 from kvpush.bench.client import Client
-from kvpush.bench.engines import Engine, EngineError, EnginePair
+from kvpush.bench.engines import EngineError, EnginePair
 from kvpush.bench.environment import now_iso
 from kvpush.bench.load import run_closed_loop, run_open_loop
 from kvpush.bench.observe import LogTail, increase, parse_transfers, read_counters
@@ -52,7 +52,7 @@ class PairSession:
         self.deadline_s = deadline_s
         self.timeout_s = timeout_s
         self.legs = pair.legs()
-        self.logs = LogTail([engine.log for engine in pair.engines])
+        self.logs = LogTail([engine.log_path for engine in pair.engines])
 
     @asynccontextmanager
     async def _client(self) -> AsyncIterator[Client]:
@@ -148,13 +148,13 @@ class PairSession:
         return result
 
     async def _counters(self) -> list[dict[str, float]]:
-        return [await asyncio.to_thread(_counters_of, engine) for engine in self.pair.engines]
+        return [await asyncio.to_thread(_counters_of, engine.url) for engine in self.pair.engines]
 
 
-def _counters_of(engine: Engine) -> dict[str, float]:
+def _counters_of(url: str) -> dict[str, float]:
     """A dead engine has none; that it died is reported elsewhere."""
     try:
-        return read_counters(engine.url)
+        return read_counters(url)
     except OSError:
         return {}
 

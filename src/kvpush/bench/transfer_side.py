@@ -1,0 +1,229 @@
+"""One of the two processes of the raw transfer benchmark: a paged KV cache, a transport, and data to compare.
+
+Both sides draw the same random bytes from the same seed, so the target knows what must have arrived without being sent
+it any other way.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvpush.bench.tables import Blocks
+from kvpush.plan.geometry import CacheGeometry
+from kvpush.plan.runs import Runs, plan_runs
+from kvpush.transport.base import Region
+from kvpush.transport.nixl import NixlTransport
+
+HEAD_DIM = 128
+ITEM_BYTES = 2
+# Between polls: bare spinning takes the cores away from UCX's own threads.
+POLL_S = 20e-6
+ARRIVAL_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """`regions` tensors of [num_blocks, kv_heads, block_size, width] each, in pages of `page_bytes`.
+
+    single_bytes: length of one more buffer, for the same bytes as a single write.
+    """
+
+    regions: int
+    page_bytes: int
+    block_size: int
+    num_blocks: int
+    single_bytes: int
+    kv_heads: int = 8
+
+    @property
+    def content_bytes(self) -> int:
+        """Of one token and head: K and V together, or one of them where they lie apart."""
+        return self.page_bytes // (self.block_size * self.kv_heads)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block over all regions."""
+        return self.regions * self.page_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """What the other side needs: the transport's metadata, where the cache lies, and the single buffer's address."""
+
+    metadata: bytes
+    geometry: CacheGeometry
+    single_address: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one write on the source: planning, posting, until done. started_s: `time.monotonic()` of posting."""
+
+    plan_s: float
+    post_s: float
+    done_s: float
+    started_s: float
+    runs: int
+    bytes: int
+
+
+class Side:
+    """Owns the memory and the agent of one process until `close`. device: CUDA ordinal or None for host memory."""
+
+    def __init__(self, role: str, shape: CacheShape, device: int | None, threads: int) -> None:
+        self.shape = shape
+        self.device = device
+        self.torch_device = torch.device("cpu") if device is None else torch.device("cuda", device)
+        words = shape.page_bytes // 8
+        make: Callable[..., torch.Tensor] = torch.zeros
+        self.cache = [
+            make((shape.num_blocks, words), dtype=torch.int64, device=self.torch_device) for _ in range(shape.regions)
+        ]
+        self.single = make(shape.single_bytes // 8, dtype=torch.int64, device=self.torch_device)
+        self.transport = NixlTransport(f"bench-{role}-{uuid.uuid4().hex[:8]}", num_threads=threads)
+        self.transport.register(
+            [Region(each.data_ptr(), each.nbytes, device) for each in (*self.cache, self.single)],
+        )
+        self.geometry = CacheGeometry.from_strides(
+            [each.data_ptr() for each in self.cache],
+            (shape.num_blocks, shape.kv_heads, shape.block_size, shape.content_bytes // ITEM_BYTES),
+            self._strides(),
+            ITEM_BYTES,
+            device,
+        )
+        self.peer = ""
+        self.other: Introduction | None = None
+
+    def _strides(self) -> tuple[int, int, int, int]:
+        """HND: within a page all tokens of a head, then the next head."""
+        width = self.shape.content_bytes // ITEM_BYTES
+        token, head = width, width * self.shape.block_size
+        return head * self.shape.kv_heads, head, token, 1
+
+    def introduce(self) -> Introduction:
+        return Introduction(self.transport.metadata(), self.geometry, self.single.data_ptr())
+
+    def connect(self, other: Introduction) -> None:
+        self.peer = self.transport.connect(other.metadata)
+        self.other = other
+
+    def _draw(self, generator: torch.Generator, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int64, device=self.torch_device).random_(generator=generator)
+
+    def _generator(self, seed: int) -> torch.Generator:
+        generator = torch.Generator(device=self.torch_device)
+        generator.manual_seed(seed)
+        return generator
+
+    def _settle(self) -> None:
+        if self.device is not None:
+            torch.cuda.synchronize(self.device)
+
+    def fill(self, blocks: Blocks | None, seed: int) -> None:
+        """Source: fresh random bytes in these blocks, or in the single buffer for None."""
+        generator = self._generator(seed)
+        if blocks is None:
+            self.single.copy_(self._draw(generator, *self.single.shape))
+        else:
+            index = torch.from_numpy(blocks).to(self.torch_device)
+            for region in self.cache:
+                region.index_copy_(0, index, self._draw(generator, len(blocks), region.shape[1]))
+        self._settle()
+
+    def wipe(self, seed: int) -> None:
+        """Target: the seed's number everywhere, so that what does not arrive, or arrives elsewhere, shows."""
+        for each in (*self.cache, self.single):
+            each.fill_(seed)
+        self._settle()
+
+    def write(self, tables: tuple[Blocks, Blocks] | None, tokens: int, message: bytes) -> Timing:
+        """Source: one write of the tables' blocks, or of the single buffer for None."""
+        if self.other is None:
+            raise RuntimeError("not connected")
+        began_s = time.monotonic()
+        if tables is None:
+            runs = Runs.of((self.single.data_ptr(), self.other.single_address, self.single.nbytes))
+        else:
+            runs = plan_runs(self.geometry, tables[0], self.other.geometry, tables[1], 0, tokens)
+        planned_s = time.monotonic()
+        handle = self.transport.write(self.peer, runs, self.device, self.other.geometry.device, message)
+        posted_s = time.monotonic()
+        while not self.transport.done(handle):
+            time.sleep(POLL_S)
+        done_s = time.monotonic()
+        self.transport.release(handle)
+        return Timing(
+            plan_s=planned_s - began_s,
+            post_s=posted_s - planned_s,
+            done_s=done_s - planned_s,
+            started_s=planned_s,
+            runs=len(runs),
+            bytes=runs.num_bytes,
+        )
+
+    def await_message(self, message: bytes) -> float:
+        """Target: `time.monotonic()` at which the write's message was seen. Raises TimeoutError."""
+        deadline = time.monotonic() + ARRIVAL_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if any(payload == message for _, payload in self.transport.notifications()):
+                return time.monotonic()
+            time.sleep(POLL_S)
+        raise TimeoutError(f"no message {message!r} within {ARRIVAL_TIMEOUT_S:g} s")
+
+    def verify(self, blocks: Blocks | None, seed: int) -> str | None:
+        """Target: None if exactly the expected bytes changed since `wipe(seed)`, else what is wrong."""
+        self._settle()
+        generator = self._generator(seed)
+        if blocks is None:
+            same = torch.equal(self.single, self._draw(generator, *self.single.shape))
+            return None if same else "the single buffer differs"
+        index = torch.from_numpy(blocks).to(self.torch_device)
+        unused = np.setdiff1d(np.arange(self.shape.num_blocks), blocks)
+        for number, region in enumerate(self.cache):
+            expected = self._draw(generator, len(blocks), region.shape[1])
+            bad = (region.index_select(0, index) != expected).any(dim=1)
+            if bool(bad.any()):
+                return f"region {number}: {int(bad.sum())} of {len(blocks)} blocks differ"
+            stray = _touched(region, torch.from_numpy(unused).to(self.torch_device), seed)
+            if stray:
+                return f"region {number}: {stray} blocks outside the table were written"
+        return None
+
+    def close(self) -> None:
+        self.transport.close()
+
+
+def _touched(region: torch.Tensor, blocks: torch.Tensor, value: int) -> int:
+    """How many of these blocks hold anything but `value`. In pieces, to need little memory beside the cache."""
+    count = 0
+    for first in range(0, len(blocks), 1024):
+        piece = region.index_select(0, blocks[first : first + 1024])
+        count += int((piece != value).any(dim=1).sum())
+    return count
+
+
+def serve(pipe: Connection, role: str, shape: CacheShape, cuda: bool, threads: int) -> None:
+    """Body of a child process: answers (method name, arguments) with ("ok", result) or ("error", text) until None."""
+    side: Side | None = None
+    try:
+        side = Side(role, shape, 0 if cuda else None, threads)
+        pipe.send(("ok", side.introduce()))
+        while (request := pipe.recv()) is not None:
+            name, arguments = request
+            result: Any = getattr(side, name)(*arguments)
+            pipe.send(("ok", result))
+    except EOFError:
+        pass
+    except Exception as error:
+        pipe.send(("error", f"{role}: {type(error).__name__}: {error}"))
+    finally:
+        if side is not None:
+            side.close()
