@@ -16,9 +16,9 @@ class CacheReader(Protocol):
     """Reads KV out of a paged cache for comparison; not for speed."""
 
     def read(self, blocks: Sequence[int], first_token: int, end_token: int) -> Sequence[bytes]:
-        """The bytes of tokens [first_token, end_token) of a request with this block table, one entry per layer.
+        """The bytes of the blocks that hold tokens [first_token, end_token) of a request with this block table.
 
-        Within a layer: tokens in order, within a token the heads in order, within a head its content.
+        One entry per layer; blocks in the table's order, within a block in its logical order (not that of memory).
         """
         ...
 

@@ -40,6 +40,16 @@ class _InFlight:
     posted_s: float
 
 
+def whole_blocks(first_token: int, end_token: int, block_size: int) -> tuple[int, int]:
+    """The token range of the blocks that hold [first_token, end_token).
+
+    Raises ValueError if it would begin inside a block: what stands before first_token there is not ours to write.
+    """
+    if first_token % block_size:
+        raise ValueError(f"first_token {first_token} is not at a block border (block size {block_size})")
+    return first_token, -(-end_token // block_size) * block_size
+
+
 class PieceWriter:
     """Owned by the transfer thread."""
 
@@ -71,9 +81,17 @@ class PieceWriter:
         digest: PieceDigest | None,
         now_s: float,
     ) -> None:
-        """Plans and posts one piece. source: block ids of the request at P. Raises PieceRefused."""
+        """Plans and posts one piece. source: block ids of the request at P. Raises PieceRefused.
+
+        Whole blocks travel: how a backend arranges the tokens inside a block is its own business (vLLM's CPU attention
+        packs the keys of a block), so bytes of single tokens mean nothing by themselves. The slots behind the last
+        token are D's to overwrite.
+        """
         try:
-            runs = plan_runs(self._cache, source, target, target_table, piece.first_token, piece.end_token)
+            first, end = whole_blocks(piece.first_token, piece.end_token, self._cache.block_size)
+            if target.block_size != self._cache.block_size:
+                raise ValueError(f"block sizes differ: {self._cache.block_size} here, {target.block_size} there")
+            runs = plan_runs(self._cache, source, target, target_table, first, end)
             handle = self._transport.write(piece.agent, runs, self._cache.device, target.device, b"")
         except (ValueError, TransportError) as error:
             raise PieceRefused(str(error)) from None

@@ -46,20 +46,15 @@ class PagedCache:
             torch.cuda.set_device(self.device)
 
     def read(self, blocks: Sequence[int], first_token: int, end_token: int) -> list[bytes]:
-        """The bytes of tokens [first_token, end_token), one entry per layer: tokens, heads, content (see CacheReader).
+        """The bytes of the blocks that hold tokens [first_token, end_token), one entry per layer (see CacheReader).
 
         Waits for the device; for integrity checks only.
         """
         size = self.geometry.block_size
-        first_block = first_token // size
-        used = torch.tensor(blocks[first_block : -(-end_token // size)], device=self._layers[0].device)
-        span = slice(first_token - first_block * size, end_token - first_block * size)
-        return [self._read_layer(layer, used, span) for layer in self._layers]
+        used = torch.tensor(blocks[first_token // size : -(-end_token // size)], device=self._layers[0].device)
+        return [self._read_layer(layer, used) for layer in self._layers]
 
     @staticmethod
-    def _read_layer(layer: torch.Tensor, blocks: torch.Tensor, span: slice) -> bytes:
-        pages = layer.index_select(0, blocks)
-        if pages.dim() == 4:
-            pages = pages.transpose(1, 2)  # [blocks, block_size, heads, width]
-        tokens = pages.reshape(pages.shape[0] * pages.shape[1], -1)[span].contiguous()
-        return tokens.view(torch.uint8).cpu().numpy().tobytes()
+    def _read_layer(layer: torch.Tensor, blocks: torch.Tensor) -> bytes:
+        pages = layer.index_select(0, blocks).reshape(len(blocks), -1)
+        return pages.contiguous().view(torch.uint8).cpu().numpy().tobytes()

@@ -116,17 +116,25 @@ def _converse(
 ) -> PeerAnswer | WriterAnswer:
     """Asks until there is an answer that is final: takes up challenges, waits for ranks that are not ready."""
     challenge, challenges, pause_s = b"", 0, _FIRST_PAUSE_S
+    not_ready: HandshakeError | None = None
     while True:
-        answer = connection.ask(query(challenge))
+        try:
+            answer = connection.ask(query(challenge))
+        except HandshakeError as error:
+            if error.code == "timeout" and not_ready is not None:
+                # The deadline cut off one of many questions; what the peer said before is what the caller must know.
+                raise not_ready from error
+            raise
         if isinstance(answer, Challenge):
             challenges += 1
             if challenges > _MAX_CHALLENGES:
                 raise HandshakeError("malformed", f"{where}: the peer does not accept its own challenges")
             challenge = answer.challenge
         elif isinstance(answer, Refusal):
-            error = HandshakeError(_CODES[answer.code], f"{where}: {printable(answer.message)}")
+            refused = HandshakeError(_CODES[answer.code], f"{where}: {printable(answer.message)}")
             if answer.code != "not_ready" or remaining_s(deadline_s) <= pause_s:
-                raise error
+                raise refused
+            not_ready = refused
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             challenges = 0  # one may have expired while we waited

@@ -110,7 +110,7 @@ class SideChannelServer:
         socket.setsockopt(zmq.RCVHWM, 16)
         socket.setsockopt(zmq.SNDHWM, 4)
         # Connections that never speak, and those whose machine is gone, are closed.
-        socket.setsockopt(zmq.HANDSHAKE_IVL, 5_000)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
         socket.setsockopt(zmq.HEARTBEAT_IVL, 10_000)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30_000)
         try:
