@@ -13,7 +13,7 @@ import numpy as np
 from kvpush.transport.base import Region, TransportError
 from kvpush.transport.nixl import NixlTransport
 
-START_S = 90.0  # the first start imports NIXL and torch, which takes long on a loaded machine
+START_S = 120.0  # the first start imports NIXL and torch, which takes long on a loaded machine
 CALL_S = 20.0
 
 

@@ -18,8 +18,8 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-# What may come from the network stays small enough to validate within a few milliseconds.
-MAX_BASES = 1024
+# What may come from the network stays small enough to be checked in some 20 ms.
+MAX_BASES = 512
 MAX_BLOCKS = 2**31 - 1
 MAX_ADDRESS = 2**63 - 1
 
