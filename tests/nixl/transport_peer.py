@@ -59,7 +59,7 @@ class PeerProcess:
     """The far side of a test. Stopped and killed by its own process id."""
 
     def __init__(self, name: str, size: int = 1 << 20) -> None:
-        # The server imports NIXL (and with it torch) once; its forks start at once, and no agent was there to be forked.
+        # The server imports NIXL (and with it torch) once and has no agent of its own, so its forks are quick and safe.
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["nixl._api"])
         self.name = name

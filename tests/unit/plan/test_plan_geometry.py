@@ -78,7 +78,7 @@ def test_the_wire_keeps_it_and_checks_it() -> None:
             msgspec.msgpack.decode(msgspec.msgpack.encode(GOOD | changes), type=CacheGeometry)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_it_is_refused_exactly_if_two_contents_overlap(data: st.DataObject) -> None:
     """Bases anywhere near each other, against a count of every byte."""
@@ -101,7 +101,7 @@ def test_it_is_refused_exactly_if_two_contents_overlap(data: st.DataObject) -> N
         CacheGeometry(**fields)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(geometries(layers=3, heads=2, content=3, origin=SRC_ORIGIN))
 def test_every_content_lies_in_the_region_of_its_base_and_regions_are_apart(geometry: CacheGeometry) -> None:
     regions = geometry.regions()

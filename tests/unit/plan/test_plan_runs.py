@@ -22,7 +22,7 @@ def triples(runs: Runs) -> list[tuple[int, int, int]]:
     return sorted(zip(runs.src.tolist(), runs.dst.tolist(), runs.length.tolist(), strict=True))
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(transfers())
 def test_the_plan_moves_what_its_twin_moves_in_the_fewest_runs(case: Transfer) -> None:
     planned = plan_runs(*case.args)
@@ -35,7 +35,7 @@ def test_the_plan_moves_what_its_twin_moves_in_the_fewest_runs(case: Transfer) -
     assert planned.num_bytes == len(expected)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(transfers())
 def test_runs_copied_between_buffers_leave_the_target_with_the_content_of_the_source(case: Transfer) -> None:
     src, dst = case.src, case.dst
@@ -52,7 +52,7 @@ def test_runs_copied_between_buffers_leave_the_target_with_the_content_of_the_so
     assert int((target != 0).sum()) == written
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(transfers())
 def test_runs_ascend_within_a_region(case: Transfer) -> None:
     runs = plan_runs(*case.args)
@@ -234,11 +234,11 @@ def test_ten_thousand_blocks_in_72_regions_plan_in_time(kind: str, limit_s: floa
         tables = [rng.permutation(43_000)[:10_000] for _ in range(2)]
     took = []
     for _ in range(15):
-        start = time.perf_counter()
+        start = time.process_time()
         runs = plan_runs(src, tables[0], dst, tables[1], 0, 160_000)
-        took.append(time.perf_counter() - start)
+        took.append(time.process_time() - start)
     assert len(runs) == (72 if kind == "contiguous" else 720_000)
-    # The least is what the planner costs; the rest is what the machine was busy with.
+    # Time of this process alone, and the least of it: the rest is what else the machine was busy with.
     assert min(took) < limit_s
 
 
