@@ -50,10 +50,9 @@ class Answers:
         closed = self._tombstones.closed(key.transfer_id)
         if closed:
             return self._sends.refuse(registration, closed, now_s)
-        try:
-            self._rendezvous.hold(registration)
-        except ProtocolError:
-            return self._sends.refuse(registration, "duplicate" if held is not None else "busy", now_s)
+        reason = self._rendezvous.hold(registration)
+        if reason:
+            return self._sends.refuse(registration, reason, now_s)
         return self._peers.connect(registration, now_s)
 
     def cancel(self, agent: AgentName, message: Cancel, now_s: float) -> list[Action]:

@@ -125,11 +125,11 @@ class Rendezvous:
         self._local.pop(request.transfer_id, None)
         self._announced.pop(request.transfer_id, None)
 
-    def hold(self, registration: Registration) -> None:
+    def hold(self, registration: Registration) -> str:
         """Keeps a registration until its request comes; a newer attempt takes the place and the age of an older one.
 
-        Raises ProtocolError (peer) if another incarnation holds this key, another engine this consumer, or the table
-        is full.
+        Returns "", or why it is not kept: "duplicate" if another incarnation holds this key or another engine this
+        consumer, "busy" if the table is full.
         """
         key = registration.key
         held = self._held.get(key.transfer_id, {})
@@ -137,14 +137,14 @@ class Rendezvous:
         for other in held.values():
             same_consumer = other.key.consumer == key.consumer
             if same_consumer and other.address.engine != registration.address.engine:
-                raise ProtocolError("peer", f"consumer {key.consumer} is registered by {other.address}")
+                return "duplicate"
         if old is not None and old.agent != registration.agent:
-            raise ProtocolError("peer", f"{key} is registered by {old.agent}")
+            return "duplicate"
         if old is not None and old.attempt >= registration.attempt:
-            return  # The same again: it keeps the age that it has, or a peer could hold it for ever.
+            return ""  # The same again: it keeps the age that it has, or a peer could hold it for ever.
         grown_bytes = registration.num_bytes - (old.num_bytes if old is not None else 0)
         if (old is None and self._num_held >= self._max_held) or self._held_bytes + grown_bytes > self._max_held_bytes:
-            raise ProtocolError("peer", f"{self._num_held} registrations of {self._held_bytes} bytes wait already")
+            return "busy"
         if old is not None:
             self.drop_held(key)
             registration = replace(registration, received_s=old.received_s)
@@ -152,6 +152,7 @@ class Rendezvous:
         self._num_held += 1
         self._held_bytes += registration.num_bytes
         self._drop_release(key)  # what this rank said before it registered is over
+        return ""
 
     def drop_held(self, key: SendKey) -> Registration | None:
         held = self._held.get(key.transfer_id, {})

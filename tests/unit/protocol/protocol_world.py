@@ -1,0 +1,639 @@
+"""A world of one P engine, one or two D engines and a bad network between their protocol machines, in virtual time.
+
+Everything is drawn from one seed, so a world that breaks a rule can be replayed: `World(seed).run()`.
+Messages are delayed, reordered, duplicated and lost; pieces end late, fail or hang; requests are aborted at both sides,
+preempted and repeated under a used transfer id; processes stop, go on, die and come back. The world knows what the
+machines must not see: which bytes are in flight, what they hold, and who owns the memory that they land in.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvpush.protocol import actions as act
+from kvpush.protocol.consumer import Consumer
+from kvpush.protocol.errors import ProtocolError
+from kvpush.protocol.ids import AgentName, PeerAddress, RequestId, SendKey, TransferId
+from kvpush.protocol.messages import Message, PieceDigest, decode, encode
+from kvpush.protocol.producer import Producer
+from kvpush.protocol.prompt import PromptIdentity, prompt_identity
+from kvpush.protocol.timing import Timing
+
+T = TypeVar("T")
+
+BLOCK_SIZE = 4
+TICK_S = 0.25
+GHOST_S = 1.0  # how long a dead process's writes may still land
+NEVER_S = 1e9
+TIMING = Timing(
+    rendezvous_timeout_s=3.0,
+    unclaimed_timeout_s=5.0,
+    announced_timeout_s=10.0,
+    admission_timeout_s=6.0,
+    peer_timeout_s=2.0,
+    ping_interval_s=0.5,
+    write_timeout_s=4.0,
+    abort_drain_s=0.5,
+    tombstone_s=4.0,
+)
+
+
+@dataclass(eq=False)
+class Memory:
+    """The blocks of one D request at one rank. tokens: per writing address, what each token holds."""
+
+    node: ConsumerNode
+    request_id: RequestId
+    prompt: PromptIdentity
+    first_token: int
+    writers: list[PeerAddress]
+    tokens: dict[PeerAddress, list[object]] = field(default_factory=dict)
+    in_flight: int = 0
+    held: bool = True
+    wanted: bool = True
+    reports: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.tokens = {address: [None] * self.prompt.num_tokens for address in self.writers}
+
+
+@dataclass(eq=False)
+class Source:
+    """A request of the P engine. epoch: counts the block tables that it has had; closed: a preemption is under way."""
+
+    request_id: RequestId
+    transfer_id: TransferId
+    prompt: PromptIdentity
+    ready: int = 0
+    epoch: int = 0
+    closed: bool = False
+    finished: bool = False
+    sent: set[PeerAddress] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class Write:
+    """A piece on its way. land_s: when its bytes arrive; NEVER_S if only the end of the world frees it."""
+
+    node: ProducerNode
+    action: act.WritePiece
+    source: Source
+    epoch: int
+    memory: Memory
+    good: bool
+    ended: bool = False
+
+
+@dataclass(eq=False)
+class Node:
+    agent: AgentName
+    address: PeerAddress
+    alive: bool = True
+    dead_since_s: float = 0.0
+    stopped_until_s: float = 0.0
+
+
+@dataclass(eq=False)
+class ProducerNode(Node):
+    producer: Producer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.producer = Producer(TIMING, block_size=BLOCK_SIZE, max_tombstones=8)
+
+
+@dataclass(eq=False)
+class ConsumerNode(Node):
+    consumer: Consumer = field(init=False)
+    memories: dict[RequestId, Memory] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.consumer = Consumer(TIMING, self.address)
+
+
+class World:
+    """loss: the share of messages that vanish, and of writes that go wrong."""
+
+    def __init__(self, seed: int, *, traced: bool = False) -> None:
+        self.traced = traced
+        self.random = random.Random(seed)
+        draw = self.random
+        self.seed = seed
+        self.now_s = 0.0
+        self.loss = draw.choice([0.0, 0.0, 0.02, 0.15])
+        self.slow = draw.choice([0.0, 0.05, 0.3])
+        self.trace: list[str] = []
+        self.seen: Counter[str] = Counter()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._num_events = self._num_names = 0
+        self.sources: dict[RequestId, Source] = {}
+        self.writes: list[Write] = []
+        self.memories: list[Memory] = []
+        self.by_blocks: dict[bytes, Memory] = {}
+        self.nodes: dict[AgentName, Node] = {}
+        self.p_addresses = [PeerAddress("p", 1, 0, rank) for rank in range(draw.choice([1, 1, 2]))]
+        self.d_engines = [
+            [PeerAddress(f"d{engine}", 1, 0, rank) for rank in range(draw.choice([1, 1, 2]))]
+            for engine in range(draw.choice([1, 1, 2]))
+        ]
+        self.at: dict[PeerAddress, Node] = {}
+        for address in self.p_addresses:
+            self.start(address, ProducerNode)
+        for engine in self.d_engines:
+            for address in engine:
+                self.start(address, ConsumerNode)
+        self.used: list[TransferId] = []
+
+    # The course of the world
+
+    def run(self, steps: int = 40) -> None:
+        self.dispatch()
+        for _ in range(steps):
+            self.random.choice(self.happenings())()
+            self.advance(self.random.choice([0.01, 0.05, 0.2, 0.5, 1.5]))
+        self.heal()
+        for _ in range(400):
+            if all(self.idle(node) for node in self.live()):
+                break
+            self.advance(0.5)
+        self.check_end()
+
+    def happenings(self) -> list[Callable[[], None]]:
+        often = [self.dispatch, self.compute, self.compute, self.compute, self.nothing]
+        rare = [self.preempt, self.abort, self.cancel, self.pressure, self.break_connection]
+        bad = [self.stop, self.restart_producer, self.restart_consumer] if self.random.random() < 0.1 else []
+        return often + rare + bad
+
+    def nothing(self) -> None:
+        pass
+
+    def heal(self) -> None:
+        self.note("heal")
+        self.loss = self.slow = 0.0
+        for node in self.live():
+            node.stopped_until_s = 0.0
+        self.advance(2.0)  # every leg that was dispatched has come
+        for write in list(self.writes):
+            self.later(self.random.random(), lambda write=write: self.land(write))  # type: ignore[misc]
+        for source in list(self.sources.values()):
+            self.later(self.random.random() + 0.5, lambda source=source: self.complete(source))  # type: ignore[misc]
+
+    def check_end(self) -> None:
+        for node in self.live():
+            self.expect(self.idle(node), f"{node.agent} is not idle at the end")
+        for source in self.sources.values():
+            self.expect(len(source.sent) == len(self.p_addresses), f"{source.request_id} was not sent by every rank")
+        for memory in self.memories:
+            if memory.node.alive:
+                self.expect(not memory.held, f"{memory.request_id} never ended at {memory.node.address}")
+
+    # Time
+
+    def later(self, delay_s: float, call: Callable[[], None]) -> None:
+        self._num_events += 1
+        heapq.heappush(self._events, (self.now_s + delay_s, self._num_events, call))
+
+    def advance(self, seconds: float) -> None:
+        end_s = self.now_s + seconds
+        while True:
+            tick_s = (self.now_s // TICK_S + 1) * TICK_S
+            event_s = self._events[0][0] if self._events else NEVER_S
+            if min(tick_s, event_s) > end_s:
+                break
+            if event_s <= tick_s:
+                self.now_s = event_s
+                heapq.heappop(self._events)[2]()
+            else:
+                self.now_s = tick_s
+                self.tick()
+        self.now_s = end_s
+
+    def tick(self) -> None:
+        for node in self.live():
+            if node.stopped_until_s > self.now_s:
+                continue
+            if isinstance(node, ProducerNode):
+                self.do(node, node.producer.on_tick(self.now_s))
+            elif isinstance(node, ConsumerNode):
+                self.do(node, node.consumer.on_tick(self.now_s))
+                self.prove(node)
+
+    def prove(self, node: ConsumerNode) -> None:
+        """The transfer layer's search for proof that silent writers are gone."""
+        for receive in node.consumer.quarantined:
+            for agent in receive.may_write:
+                peer = self.nodes[agent]
+                if not peer.alive and self.now_s - peer.dead_since_s > GHOST_S:
+                    self.seen["gone"] += 1
+                    self.do(node, node.consumer.on_gone(agent, self.now_s))
+
+    # What happens
+
+    def dispatch(self) -> None:
+        """The router sends both legs of a request, in any order, sometimes wrongly."""
+        draw = self.random
+        if draw.random() < 0.25 and self.used:
+            transfer_id = draw.choice(self.used)
+        else:
+            transfer_id = TransferId(self.name("t"))
+            self.used.append(transfer_id)
+        tokens = [draw.randrange(1000) for _ in range(draw.choice([1, 3, 4, 9, 17, 30]))]
+        prompt = prompt_identity(tokens)
+        consumers = draw.choice([1, 1, 1, 2, 3])
+        engine = draw.choice(self.d_engines)
+        if draw.random() < 0.95:
+            self.later(draw.choice([0.0, 0.1, 1.0]), lambda: self.offer(transfer_id, prompt, consumers))
+        for consumer in range(consumers):
+            what = draw.random()
+            theirs = prompt if draw.random() < 0.95 else prompt_identity([*tokens, 1])
+            key = SendKey(transfer_id, consumer)
+            delay_s = draw.choice([0.0, 0.1, 1.0])
+            if what < 0.8:
+                if draw.random() < 0.2:
+                    self.announce(engine, key, theirs)
+                    delay_s += draw.choice([0.5, 3.0])
+                self.later(delay_s, lambda key=key, theirs=theirs: self.register(engine, key, theirs, consumers))  # type: ignore[misc]
+            elif what < 0.95:
+                everybody = draw.random() < 0.3
+                self.later(delay_s, lambda key=key, everybody=everybody: self.release(engine, key, everybody))  # type: ignore[misc]
+        self.note(f"dispatch {transfer_id} x{consumers}, {prompt.num_tokens} tokens, to {engine[0].host}")
+
+    def offer(self, transfer_id: TransferId, prompt: PromptIdentity, consumers: int) -> None:
+        request_id = RequestId(self.name("p"))
+        source = Source(request_id, transfer_id, prompt)
+        if any(other.transfer_id == transfer_id and not self.freed(other) for other in self.sources.values()):
+            return  # a duplicate; each rank would refuse it unless it has reported the other one already
+        self.sources[request_id] = source
+        for node in self.p_nodes():
+            self.do(node, node.producer.on_request(request_id, transfer_id, prompt, consumers, self.now_s))
+
+    def announce(self, engine: list[PeerAddress], key: SendKey, prompt: PromptIdentity) -> None:
+        for node in self.d_nodes(engine):
+            self.do(node, node.consumer.announce(key.transfer_id, prompt, self.p_addresses, self.now_s))
+            self.later(8.0, lambda node=node: node.consumer.withdraw(key.transfer_id))  # type: ignore[misc]
+
+    def register(self, engine: list[PeerAddress], key: SendKey, prompt: PromptIdentity, consumers: int) -> None:
+        request_id = RequestId(self.name("r"))
+        first_token = self.random.randrange(prompt.num_tokens) if self.random.random() < 0.3 else 0
+        for node in self.d_nodes(engine):
+            memory = Memory(node, request_id, prompt, first_token, list(self.p_addresses))
+            name = f"{request_id}@{node.agent}".encode()
+            parts = [[name]] if self.random.random() < 0.8 else [[name[:3]], [name[3:]]]
+            targets = dict.fromkeys(self.p_addresses, len(engine))
+            try:
+                actions = node.consumer.register(
+                    request_id, key, prompt, first_token, parts, consumers, self.p_addresses, self.now_s, targets
+                )
+            except ProtocolError as error:
+                self.expect(error.fault == "local", str(error))
+                continue  # a live request has this key: a failed load
+            self.by_blocks[name] = memory
+            self.memories.append(memory)
+            node.memories[request_id] = memory
+            self.do(node, actions)
+
+    def release(self, engine: list[PeerAddress], key: SendKey, everybody: bool) -> None:
+        for node in self.d_nodes(engine):
+            self.do(node, node.consumer.release(key, self.p_addresses, all_consumers=everybody))
+
+    def compute(self) -> None:
+        source = self.pick(source for source in self.sources.values() if not source.finished and not source.closed)
+        if source is not None and not self.stopped(self.p_addresses):
+            num_tokens = source.prompt.num_tokens
+            source.ready = min(num_tokens, source.ready + self.random.choice([1, 3, 8, 40]))
+            self.tell(source, lambda producer: producer.on_tokens(source.request_id, source.ready, self.now_s))
+            if source.ready == num_tokens and self.random.random() < 0.7:
+                self.finish(source)
+
+    def complete(self, source: Source) -> None:
+        if source.finished or source.request_id not in self.sources:
+            return
+        source.closed = False
+        source.ready = source.prompt.num_tokens
+        self.tell(source, lambda producer: producer.on_tokens(source.request_id, source.ready, self.now_s))
+        self.finish(source)
+
+    def finish(self, source: Source) -> None:
+        source.finished = True
+        self.tell(source, lambda producer: producer.on_finished(source.request_id, self.now_s))
+
+    def abort(self) -> None:
+        source = self.pick(source for source in self.sources.values() if not source.finished and not source.closed)
+        if source is not None and not self.stopped(self.p_addresses):
+            self.note(f"abort {source.request_id}")
+            source.finished = True
+            self.tell(source, lambda producer: producer.on_aborted(source.request_id, self.now_s))
+
+    def preempt(self) -> None:
+        """The engine takes a request's blocks: no piece may begin any more, those in flight have a moment to end."""
+        source = self.pick(source for source in self.sources.values() if not source.finished and source.ready)
+        if source is not None and not source.closed and not self.stopped(self.p_addresses):
+            self.note(f"preempt {source.request_id}")
+            source.closed = True
+            self.later(self.random.choice([0.0, 0.05, 0.2]), lambda: self.take_blocks(source))
+
+    def take_blocks(self, source: Source) -> None:
+        if source.finished or source.request_id not in self.sources or not source.closed:
+            return
+        patient = self.random.random() < 0.5
+        source.ready = 0
+        for node in self.p_nodes():
+            mine = [write for write in self.writes if write.node is node and write.source is source]
+            for write in mine:
+                if patient and write.good and write.epoch == source.epoch:
+                    self.land(write, at_once=True)
+            if node.producer.in_flight(source.request_id):
+                self.seen["poisoned"] += 1
+                self.do(node, node.producer.on_poisoned(source.request_id, self.now_s))
+            self.do(node, node.producer.on_preempted(source.request_id, self.now_s))
+        source.epoch += 1
+        source.closed = False
+
+    def cancel(self) -> None:
+        memory = self.pick(memory for memory in self.memories if memory.held and memory.node.alive)
+        if memory is not None:
+            self.note(f"cancel {memory.request_id}")
+            for node in self.d_nodes(None):
+                theirs = node.memories.get(memory.request_id)
+                if theirs is not None and theirs.held:
+                    theirs.wanted = False
+                    self.do(node, node.consumer.cancel(memory.request_id, self.now_s))
+
+    def pressure(self) -> None:
+        for node in self.p_nodes():
+            self.do(node, node.producer.on_pressure(self.now_s))
+
+    def break_connection(self) -> None:
+        p, d = self.random.choice(self.p_nodes()), self.random.choice(self.d_nodes(None))
+        self.note(f"break {p.agent} {d.agent}")
+        if self.random.random() < 0.7:
+            self.do(d, d.consumer.on_disconnected(p.agent, self.now_s))
+        if self.random.random() < 0.5:
+            self.do(p, p.producer.on_unreachable(d.agent, "disconnected", self.now_s))
+
+    def stop(self) -> None:
+        node = self.random.choice(self.live())
+        node.stopped_until_s = self.now_s + self.random.choice([0.5, 3.0, 10.0])
+        self.note(f"stop {node.agent}")
+
+    def restart_producer(self) -> None:
+        self.note("restart P")
+        self.sources.clear()
+        for address in self.p_addresses:
+            self.kill(self.at[address])
+            self.start(address, ProducerNode)
+
+    def restart_consumer(self) -> None:
+        engine = self.random.choice(self.d_engines)
+        self.note(f"restart {engine[0].host}")
+        for address in engine:
+            self.kill(self.at[address])
+            self.start(address, ConsumerNode)
+
+    def kill(self, node: Node) -> None:
+        node.alive, node.dead_since_s = False, self.now_s
+        for write in [write for write in self.writes if write.node is node]:
+            # What a dead process had posted lands within a moment, or never.
+            self.later(self.random.random() * GHOST_S, lambda write=write: self.land(write))  # type: ignore[misc]
+
+    def start(self, address: PeerAddress, kind: type[Node]) -> None:
+        node = kind(AgentName(self.name(f"{address.host}-{address.tp_rank}-")), address)
+        self.nodes[node.agent] = self.at[address] = node
+
+    # What the machines ask for
+
+    def do(self, node: Node, wanted: Iterable[act.Action]) -> None:
+        queue = deque(wanted)
+        while queue:
+            action = queue.popleft()
+            self.note(" ", node.agent, action)
+            match action:
+                case act.SendTo():
+                    connect_s = self.random.choice([0.0, 0.0, 0.0, 0.3]) if self.slow else 0.0
+                    self.later(connect_s, lambda action=action: self.leave(node, action))  # type: ignore[misc]
+                case act.Connect():
+                    self.later(self.random.choice([0.0, 0.05, 0.5]), lambda action=action: self.connect(node, action))  # type: ignore[misc]
+                case act.WritePiece():
+                    assert isinstance(node, ProducerNode)
+                    queue.extendleft(reversed(self.post(node, action)))
+                case act.Verify():
+                    self.seen["verified"] += 1
+                    request_id = action.request_id
+                    self.later(self.random.choice([0.0, 0.3]), lambda r=request_id: self.verified(node, r))  # type: ignore[misc]
+                case act.ReportSent():
+                    self.on_sent(node, action)
+                case act.SendEnded():
+                    self.on_ended(node, action)
+                case act.ReportReceived() | act.ReportFailed() | act.ReportReleased():
+                    self.on_report(node, action)
+                case act.Quarantined():
+                    self.seen["quarantined"] += 1
+                case act.TransferUnknown():
+                    self.seen[action.reason] += 1
+
+    def leave(self, node: Node, action: act.SendTo) -> None:
+        if not node.alive:
+            return
+        peer = self.at.get(action.address)
+        consumer = node.consumer if isinstance(node, ConsumerNode) else None
+        reason = ""
+        if consumer is not None and not consumer.wants_sent(action.message):
+            reason = "given up"
+        elif peer is None or action.agent not in (None, peer.agent):
+            reason = "peer_restarted"
+        elif self.random.random() < self.loss / 4:
+            reason = "handshake failed"
+        if reason:
+            if consumer is not None:
+                self.do(node, consumer.on_undelivered(action.address, action.message, reason, self.now_s))
+            return
+        assert peer is not None
+        payload = encode(action.message)
+        if consumer is not None:
+            self.do(node, consumer.on_delivered(action.address, peer.agent, action.message, self.now_s))
+        for _ in range(self.random.choice([1, 1, 1, 2])):
+            if self.random.random() >= self.loss:
+                delay_s = self.random.choice([2.0, 5.0]) if self.random.random() < self.slow / 3 else 0.0
+                delay_s += self.random.choice([0.001, 0.01, 0.1])
+                self.later(delay_s, lambda peer=peer: self.arrive(node, peer, payload))  # type: ignore[misc]
+
+    def arrive(self, sender: Node, node: Node, payload: bytes) -> None:
+        if not node.alive:
+            return
+        if node.stopped_until_s > self.now_s:
+            self.later(node.stopped_until_s - self.now_s + 0.001, lambda: self.arrive(sender, node, payload))
+            return
+        message: Message = decode(payload)
+        machine = node.producer if isinstance(node, ProducerNode) else node.consumer  # type: ignore[attr-defined]
+        self.note(" ", node.agent, "<-", sender.agent, message)
+        try:
+            self.do(node, machine.on_message(sender.agent, message, self.now_s))
+        except ProtocolError as error:
+            self.expect(error.fault == "peer", str(error))
+            self.seen["dropped"] += 1
+
+    def connect(self, node: Node, action: act.Connect) -> None:
+        if node.alive and isinstance(node, ProducerNode):
+            peer = self.at.get(action.address)
+            if peer is None or peer.agent != action.agent or self.random.random() < self.loss / 4:
+                self.do(node, node.producer.on_unreachable(action.agent, "unreachable", self.now_s))
+            else:
+                self.do(node, node.producer.on_connected(action.agent, self.now_s))
+
+    def post(self, node: ProducerNode, action: act.WritePiece) -> list[act.Action]:
+        source = self.sources[action.request_id]
+        if source.closed:
+            return node.producer.on_not_posted(action.key, action.piece, self.now_s)
+        if self.random.random() < self.loss / 4:
+            return node.producer.on_write_failed(action.key, action.piece, "post_failed", self.now_s)
+        send = node.producer.send(action.key)
+        assert send is not None
+        self.expect(action.end_token <= source.ready, f"{action} is posted, {source.ready} tokens exist")
+        self.expect(node.address not in source.sent, f"{action} reads blocks that were given back")
+        memory = self.by_blocks[b"".join(send.registration.blocks[0])]
+        self.expect(memory.node.agent == action.agent, f"{action} goes to {memory.node.agent}")
+        if memory.node.alive:
+            self.expect(memory.held, f"{action} is posted into memory that D has given away")
+        memory.in_flight += 1
+        write = Write(node, action, source, source.epoch, memory, good=self.random.random() >= self.loss)
+        self.writes.append(write)
+        if self.random.random() >= self.loss / 3:  # or it hangs
+            self.later(self.random.choice([0.0, 0.005, 0.1, 1.0]), lambda: self.land(write))
+        return []
+
+    def land(self, write: Write, *, at_once: bool = False) -> None:
+        """The bytes of a piece arrive; its writer hears of it a moment later."""
+        if write.ended:
+            return
+        write.ended = True
+        self.writes.remove(write)
+        memory, action = write.memory, write.action
+        memory.in_flight -= 1
+        if memory.node.alive:
+            self.expect(memory.held, f"{action} lands in memory that D has given away")
+        source = write.source
+        intact = write.epoch == source.epoch and write.node.address not in source.sent and write.node.alive
+        tokens = memory.tokens[write.node.address]
+        for token in range(action.first_token, action.end_token):
+            if write.good or self.random.random() < 0.5:
+                tokens[token] = source.prompt if intact else "garbage"
+        if at_once:
+            self.written(write)
+        else:
+            self.later(self.random.choice([0.0, 0.01]), lambda: self.written(write))
+
+    def written(self, write: Write) -> None:
+        node, action = write.node, write.action
+        if not node.alive:
+            return
+        if node.stopped_until_s > self.now_s:
+            self.later(node.stopped_until_s - self.now_s + 0.001, lambda: self.written(write))
+        elif write.good:
+            digest = None
+            if int(action.key.transfer_id[1:]) % 2:
+                digest = PieceDigest(action.first_token, action.end_token, b"d" * 16)
+            size = 10 * (action.end_token - action.first_token)
+            self.do(node, node.producer.on_written(action.key, action.piece, size, digest, self.now_s))
+        else:
+            self.do(node, node.producer.on_write_failed(action.key, action.piece, "write_failed", self.now_s))
+
+    def verified(self, node: Node, request_id: RequestId) -> None:
+        if node.alive and isinstance(node, ConsumerNode):
+            self.do(node, node.consumer.on_verified(request_id, self.random.random() >= self.loss / 4, self.now_s))
+
+    # What the machines report
+
+    def on_sent(self, node: Node, action: act.ReportSent) -> None:
+        source = self.sources[action.request_id]
+        self.expect(source.finished, f"{action.request_id} is reported sent before it has finished")
+        self.expect(node.address not in source.sent, f"{action.request_id} is reported sent twice")
+        assert isinstance(node, ProducerNode)
+        for write in self.writes:
+            if write.node is node and write.source is source and write.epoch == source.epoch:
+                send = node.producer.send(write.action.key)
+                poisoned = send is not None and send.poisoned
+                self.expect(poisoned, f"{action.request_id} is given back while {write.action} reads it")
+                self.seen["read after free"] += 1
+        source.sent.add(node.address)
+        self.seen["sent"] += 1
+
+    def on_ended(self, node: Node, action: act.SendEnded) -> None:
+        self.seen[f"send {action.state}"] += 1
+        self.seen[f"send {action.reason}"] += 1
+        if action.state == "committed":
+            assert isinstance(node, ProducerNode)
+            send = node.producer.send(action.key)
+            self.expect(send is None or not send.poisoned, f"{action.key} is committed although it is poisoned")
+
+    def on_report(self, node: Node, action: act.ReportReceived | act.ReportFailed | act.ReportReleased) -> None:
+        assert isinstance(node, ConsumerNode)
+        memory = node.memories[action.request_id]
+        reports = memory.reports
+        kind = type(action).__name__.removeprefix("Report").lower()
+        name = f"{action.request_id} at {node.agent}"
+        reports[kind] += 1
+        self.seen[kind] += 1
+        self.expect(reports[kind] == 1, f"{name} is reported {kind} twice")
+        self.expect(not (reports["received"] and reports["released"]), f"{name}: received and released")
+        self.expect(not (reports["received"] and reports["failed"]), f"{name}: received and failed")
+        if kind == "failed":
+            self.seen[f"failed {action.reason}"] += 1  # type: ignore[union-attr]
+            self.expect(not reports["released"], f"{name}: failed after it was released")
+            self.expect(memory.wanted, f"{name}: failed, though nobody waits")
+            return
+        self.expect(memory.in_flight == 0, f"{name} is {kind} while {memory.in_flight} pieces are in flight to it")
+        memory.held = False
+        if kind == "released":
+            self.expect(bool(reports["failed"]) == memory.wanted or not memory.wanted, f"{name}: released, not failed")
+        else:
+            for address, tokens in memory.tokens.items():
+                self.expect(
+                    all(token == memory.prompt for token in tokens[memory.first_token :]),
+                    f"{name} is received, but {address} wrote {tokens} from {memory.first_token} on",
+                )
+
+    # Helpers
+
+    def tell(self, source: Source, call: Callable[[Producer], list[act.Action]]) -> None:
+        for node in self.p_nodes():
+            if node.address not in source.sent:
+                self.do(node, call(node.producer))
+
+    def freed(self, source: Source) -> bool:
+        return len(source.sent) == len(self.p_addresses)
+
+    def idle(self, node: Node) -> bool:
+        return node.producer.idle if isinstance(node, ProducerNode) else node.consumer.idle  # type: ignore[attr-defined]
+
+    def live(self) -> list[Node]:
+        return list(self.at.values())
+
+    def stopped(self, addresses: list[PeerAddress]) -> bool:
+        return any(self.at[address].stopped_until_s > self.now_s for address in addresses)
+
+    def p_nodes(self) -> list[ProducerNode]:
+        return [node for address in self.p_addresses if isinstance(node := self.at[address], ProducerNode)]
+
+    def d_nodes(self, engine: list[PeerAddress] | None) -> list[ConsumerNode]:
+        addresses = [address for ranks in self.d_engines for address in ranks] if engine is None else engine
+        return [node for address in addresses if isinstance(node := self.at[address], ConsumerNode)]
+
+    def pick(self, candidates: Iterable[T]) -> T | None:
+        found = list(candidates)
+        return self.random.choice(found) if found else None
+
+    def name(self, prefix: str) -> str:
+        self._num_names += 1
+        return f"{prefix}{self._num_names}"
+
+    def note(self, *parts: object) -> None:
+        if self.traced:
+            self.trace.append(" ".join([f"{self.now_s:8.3f}", *map(str, parts)]))
+
+    def expect(self, holds: bool, rule: str) -> None:
+        if not holds:
+            raise AssertionError(f"world {self.seed} at {self.now_s:.3f} s: {rule}")
