@@ -1,7 +1,7 @@
 """The transfer core of one rank: commands and notifications in, writes, messages and results out.
 
-What the background thread runs in production and the simulator in virtual time: no thread, no clock, no lock of its own (the
-fence is shared with the engine's main thread). It owns the transport.
+What the background thread runs in production and the simulator in virtual time: no thread, no clock, no lock of its
+own (the fence is shared with the engine's main thread). It owns the transport.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class TransferCore:
         return results
 
     def command(self, command: commands.Command, now_s: float, event: Event = PASSED) -> None:
-        """Takes one command of the engine. event: when the forward of the step that it comes from is done (Progress only)."""
+        """Takes one command of the engine. event: when the forward of its step is done (Progress only)."""
         try:
             match command:
                 case commands.Progress():

@@ -133,8 +133,8 @@ class ProducerSide:
         record = self._records.get(piece.request_id)
         if record is not None:
             record.mark_last("landed", now_s)
-        # While the fence is held the engine's main thread cannot poison: either it was first, and nothing commits, or the
-        # commit was, and every byte had been read before the blocks are taken.
+        # While the fence is held the engine's main thread cannot poison: either it was first, and nothing commits, or
+        # the commit was, and every byte had been read before the blocks are taken.
         with self._fence.committing(piece.request_id) as poisoned:
             actions = self._producer.on_poisoned(piece.request_id, now_s) if poisoned else []
             actions += self._producer.on_written(piece.key, piece.piece, landed.num_bytes, landed.digest, now_s)

@@ -15,7 +15,7 @@ from kvpush.transfer.sources import PASSED, Event
 
 _log = logging.getLogger(__name__)
 
-# Bare spinning starves UCX's own threads, and on CUDA with TP 1 the engine itself: every round holds the interpreter lock.
+# Bare spinning starves UCX's own threads and, on CUDA with TP 1, the engine itself: a round takes the interpreter lock.
 WRITING_PAUSE_S = 50e-6
 WAITING_PAUSE_S = 200e-6
 IDLE_PAUSE_S = 1e-3
@@ -48,7 +48,7 @@ class TransferThread:
             self._wake.set()
 
     def take_results(self) -> list[Result]:
-        """What has ended since the last call. Raises RuntimeError if the thread has died: nothing would end any more."""
+        """What has ended since the last call. Raises RuntimeError if the thread has died: nothing would end then."""
         if self.failure is not None:
             raise RuntimeError("the kvpush transfer thread has died") from self.failure
         results = []

@@ -17,7 +17,7 @@ from kvpush.transport.base import Transport, TransportError, WriteHandle
 
 
 class PieceRefused(Exception):
-    """The piece cannot be written: what the peer registered does not fit, or the transport refuses. Nothing was posted."""
+    """The piece cannot be written: the peer's registration does not fit, or the transport refuses. Nothing is posted."""
 
 
 @dataclass(frozen=True, slots=True)

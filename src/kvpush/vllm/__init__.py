@@ -1,7 +1,7 @@
 """The out-of-tree KV connectors. The only package that imports vLLM.
 
-vLLM finds the classes by name (entry point) or with `"kv_connector_module_path": "kvpush.vllm"`. They are imported when they
-are asked for: the entry point is loaded in every process of vLLM, also in those that need no connector.
+vLLM finds the classes by name (entry point) or with `"kv_connector_module_path": "kvpush.vllm"`. They are imported when
+they are asked for: the entry point is loaded in every process of vLLM, also in those that need no connector.
 """
 
 from typing import TYPE_CHECKING, Any

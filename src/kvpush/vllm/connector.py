@@ -27,7 +27,8 @@ _log = logging.getLogger(__name__)
 class KVPushConnector(KVConnectorBase_V1, SupportsHMA):
     """Pushes the KV cache from prefill to decode engines. See docs/architecture.md for the life of a request.
 
-    Only public hooks of vLLM are used. What differs between versions is in `compat`. Raises ConfigError, UnsupportedModel or UnsupportedVersion when the engine starts.
+    Only public hooks of vLLM are used. What differs between versions is in `compat`. Raises ConfigError,
+    UnsupportedModel or UnsupportedVersion when the engine starts.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:

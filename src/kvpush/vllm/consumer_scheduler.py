@@ -71,8 +71,10 @@ class ConsumerScheduler:
         return request_id in self._loads
 
     def matched_tokens(self, request_id: str, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """(tokens that P will bring, True), (0, False) for none, (None, False) for ask again. Asked every step while there
-        is no room, and again after preemptions and failures; never changes what is owed."""
+        """(tokens that P will bring, True), (0, False) for none, (None, False) for ask again.
+
+        Asked every step while there is no room, and again after preemptions and failures; never changes what is owed.
+        """
         load = self._loads.get(RequestId(request_id))
         if load is None or load.stage is not _Stage.NEW:
             return 0, False
@@ -165,8 +167,8 @@ class ConsumerScheduler:
     def _on_rejected(self, load: _Load, *, has_siblings: bool) -> None:
         """Ended without blocks: rejected, aborted in the queue, or a phantom that vLLM made up.
 
-        A phantom carries the transfer id of a real request and must not touch it. If nobody has owned the id, the real request
-        never came this far, and P holds the KV for nothing.
+        A phantom carries the transfer id of a real request and must not touch it. If nobody has owned the id, the real
+        request never came this far, and P holds the KV for nothing.
         """
         transfer_id = load.params.transfer_id
         if load.consumer is not None and load.consumer < load.params.consumers:

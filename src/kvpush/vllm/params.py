@@ -25,7 +25,7 @@ class BadParams(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Produce:
-    """This engine prefills; `consumers` D requests will come for the KV. fallback: the id was made from the request's."""
+    """This engine prefills; `consumers` D requests will come for the KV. fallback: its id comes from the request's."""
 
     transfer_id: TransferId
     consumers: int

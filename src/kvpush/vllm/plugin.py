@@ -6,7 +6,7 @@ CONNECTORS = {"KVPushConnector": ("kvpush.vllm.connector", "KVPushConnector")}
 
 
 def register() -> None:
-    """Registers the connectors. Does nothing for a name that is registered already. Imports vLLM, but no torch of ours."""
+    """Registers the connectors. Does nothing for a name that is registered already."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     for name, (module, class_name) in CONNECTORS.items():

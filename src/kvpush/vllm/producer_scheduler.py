@@ -36,7 +36,7 @@ class ProducerScheduler:
         return not (self._offered or self._live or self._commands)
 
     def on_new_request(self, request: Any, params: Produce) -> None:
-        """A request whose KV is to be handed over. A second one under a live transfer id is served without hand-over."""
+        """A request whose KV is handed over; a second one under a live transfer id is served without hand-over."""
         if params.transfer_id in self._live:
             _log.warning(
                 "kvpush: transfer %s is in use; request %s is served without hand-over",
