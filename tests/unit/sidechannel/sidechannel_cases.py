@@ -9,14 +9,25 @@ import time
 from collections.abc import Callable, Iterator
 
 import zmq
+from hypothesis import HealthCheck, settings
 
-from kvpush.transfer.sidechannel import EngineInfo, RankInfo, SideChannelServer, current_process
+from kvpush.transfer.sidechannel import (
+    EngineInfo,
+    HandshakeError,
+    PeerAnswer,
+    RankInfo,
+    SideChannelServer,
+    current_process,
+    query_peer,
+)
 
 LOCAL = "127.0.0.1"
 SECRET = b"one secret for both sides"
 OTHER_SECRET = b"another secret"
 # What a call may take beyond its own deadline.
 GRACE_S = 0.5
+# On a busy machine a single example may be slow; that is not what these tests are about.
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 
 
 def engine(**changes: object) -> EngineInfo:
@@ -127,6 +138,52 @@ def tcp_peer(greeting: bytes, close: bool) -> Iterator[int]:
 
 @contextlib.contextmanager
 def takes_at_most(limit_s: float) -> Iterator[None]:
+    """The block must not take longer, apart from the time for which the machine did not let this process run.
+
+    That is measured by a thread that wants to wake every few milliseconds: on a busy machine both are late together.
+    """
+    end, late_s = threading.Event(), [0.0]
+
+    def measure() -> None:
+        interval_s = 0.01
+        last = time.monotonic()
+        while not end.wait(interval_s):
+            now = time.monotonic()
+            late_s[0] += max(0.0, now - last - interval_s - 0.002)
+            last = now
+
+    meter = threading.Thread(target=measure, daemon=True)
+    meter.start()
     start = time.monotonic()
-    yield
-    assert time.monotonic() - start <= limit_s
+    try:
+        yield
+    finally:
+        taken_s = time.monotonic() - start
+        end.set()
+        meter.join(10)
+        assert taken_s <= limit_s + late_s[0], f"took {taken_s:.2f} s; the machine was late by {late_s[0]:.2f} s"
+
+
+def query(
+    port: int,
+    pp_rank: int = 0,
+    tp_rank: int = 0,
+    expected: str | None = None,
+    secret: bytes | None = None,
+    timeout_s: float = 20.0,
+    host: str = LOCAL,
+) -> PeerAnswer:
+    """`query_peer`, which must keep its deadline whatever happens."""
+    with takes_at_most(timeout_s + GRACE_S):
+        return query_peer(host, port, pp_rank, tp_rank, expected, secret, timeout_s)
+
+
+def failure(port: int, **how: object) -> HandshakeError:
+    """The error with which a query must end."""
+    error: HandshakeError | None = None
+    try:
+        query(port, **how)  # type: ignore[arg-type]
+    except HandshakeError as caught:
+        error = caught
+    assert error is not None, "there was an answer"
+    return error

@@ -1,11 +1,11 @@
 """Which addresses may be connected to."""
 
 import threading
-import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sidechannel_cases import GRACE_S, patient, takes_at_most
 
 from kvpush.transfer.addresses import AddressRefused, AllowList, check_form, numeric_addresses
 
@@ -160,6 +160,7 @@ json_like = st.recursive(
 )
 
 
+@patient
 @given(json_like, json_like)
 def test_whatever_a_client_sends_is_an_address_or_refused(host, port) -> None:
     for check in (check_form, AllowList([], resolve=no_resolver).check):
@@ -171,6 +172,7 @@ def test_whatever_a_client_sends_is_an_address_or_refused(host, port) -> None:
         assert text.isprintable()
 
 
+@patient
 @given(st.ip_addresses(), st.integers(1, 65535))
 def test_every_address_is_only_allowed_by_itself(address, port) -> None:
     try:
@@ -208,10 +210,8 @@ def test_localhost_resolves_to_loopback_addresses() -> None:
 def test_a_resolver_that_hangs_is_left_alone(monkeypatch) -> None:
     release = threading.Event()
     monkeypatch.setattr("kvpush.transfer.addresses.socket.getaddrinfo", lambda *a, **k: release.wait(20) and [])
-    start = time.monotonic()
     try:
-        with pytest.raises(AddressRefused, match=r"gpu-1:5600.*within 0\.2 s"):
+        with takes_at_most(0.2 + GRACE_S), pytest.raises(AddressRefused, match=r"gpu-1:5600.*within 0\.2 s"):
             AllowList(["10.0.0.0/8"], resolve_timeout_s=0.2).check("gpu-1", 5600)
     finally:
         release.set()
-    assert time.monotonic() - start < 0.7

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sidechannel_cases import OTHER_SECRET, SECRET
+from sidechannel_cases import OTHER_SECRET, SECRET, patient
 
 from kvpush.transfer.sidechannel.envelope import (
     CHALLENGE_LIFETIME_S,
@@ -27,11 +27,13 @@ directions = st.sampled_from(["query", "answer"])
 nonces = st.binary(min_size=16, max_size=16)
 
 
+@patient
 @given(directions, nonces, st.binary(max_size=200), secrets)
 def test_what_is_sealed_is_unsealed(direction, nonce, payload, secret) -> None:
     assert unseal(direction, seal(direction, nonce, payload, secret), secret) == (nonce, payload)
 
 
+@patient
 @given(directions, nonces, st.binary(max_size=60), st.data())
 def test_no_changed_byte_is_accepted(direction, nonce, payload, data) -> None:
     frame = bytearray(seal(direction, nonce, payload, SECRET))
@@ -41,6 +43,7 @@ def test_no_changed_byte_is_accepted(direction, nonce, payload, data) -> None:
         unseal(direction, bytes(frame), SECRET)
 
 
+@patient
 @given(directions, nonces, st.binary(max_size=60), st.data())
 def test_no_shortened_or_lengthened_frame_is_accepted(direction, nonce, payload, data) -> None:
     frame = seal(direction, nonce, payload, SECRET)
@@ -54,6 +57,7 @@ def test_no_shortened_or_lengthened_frame_is_accepted(direction, nonce, payload,
         unseal(direction, other, SECRET)
 
 
+@patient
 @given(st.one_of(st.binary(max_size=300), st.binary(max_size=100).map(lambda tail: MAGIC + bytes([VERSION]) + tail)))
 def test_random_bytes_raise_nothing_else(frame) -> None:
     for secret in (None, SECRET):
@@ -104,6 +108,7 @@ def test_a_challenge_is_good_for_its_lifetime_and_for_its_issuer_only() -> None:
     assert not mine.good(b"", 1000.0)
 
 
+@patient
 @given(st.data(), st.floats(0, 1e9))
 def test_no_changed_challenge_is_good(data, now_s) -> None:
     challenges = Challenges()

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sidechannel_cases import engine, rank
+from sidechannel_cases import engine, patient, rank
 
 from kvpush.transfer.sidechannel.messages import (
     Challenge,
@@ -76,17 +76,20 @@ plain = st.recursive(
 garbage = st.one_of(st.binary(max_size=400), plain.map(msgspec.msgpack.encode))
 
 
+@patient
 @given(queries)
 def test_questions_survive_the_wire(query) -> None:
     assert decode_query(encode(query)) == query
     assert checked(query) == query
 
 
+@patient
 @given(answers)
 def test_answers_survive_the_wire(answer) -> None:
     assert decode_answer(encode(answer)) == answer
 
 
+@patient
 @given(garbage)
 def test_garbage_is_malformed_and_nothing_else(payload) -> None:
     for decode in (decode_query, decode_answer):
@@ -94,6 +97,7 @@ def test_garbage_is_malformed_and_nothing_else(payload) -> None:
             decode(payload)
 
 
+@patient
 @given(st.one_of(queries, answers), st.data())
 def test_damaged_messages_are_refused_or_within_bounds(message, data) -> None:
     payload = bytearray(encode(message))

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sidechannel_cases import OTHER_SECRET, SECRET, engine, rank, ranks
+from sidechannel_cases import OTHER_SECRET, SECRET, engine, patient, rank, ranks
 from test_sidechannel_messages import garbage, queries
 
 from kvpush.transfer.sidechannel.envelope import CHALLENGE_LIFETIME_S, MAGIC, OtherVersion, new_nonce, seal, unseal
@@ -199,7 +199,7 @@ sealed_queries = st.builds(
 )
 
 
-@settings(max_examples=300)
+@settings(patient, max_examples=150)
 @given(
     st.lists(st.one_of(st.binary(max_size=300), sealed_garbage, sealed_queries), max_size=8),
     st.sampled_from([None, SECRET]),
