@@ -1,0 +1,644 @@
+"""The normal course, in every order in which its halves may meet, over one and several ranks and consumers."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from protocol_cases import BLOCK_SIZE, OTHER, PROMPT, TIMING, Post, Stage, T
+
+from kvpush.protocol.actions import (
+    Connect,
+    ReportFailed,
+    ReportReceived,
+    ReportReleased,
+    ReportSent,
+    SendEnded,
+    Verify,
+)
+from kvpush.protocol.ids import PeerAddress, RequestId, SendKey
+from kvpush.protocol.messages import (
+    Accepted,
+    Announce,
+    Cancel,
+    Commit,
+    Failed,
+    PieceDigest,
+    Ping,
+    Quiet,
+    Register,
+    Release,
+)
+from kvpush.protocol.prompt import prompt_identity
+from kvpush.protocol.transitions import ReceiveState, SendState
+
+pytestmark = pytest.mark.unit
+
+KEY = SendKey(T, 0)
+
+
+def pieces(posts: list[Post]) -> list[tuple[int, int]]:
+    return [(post.piece.first_token, post.piece.end_token) for post in posts]
+
+
+def test_registration_first_chunk_by_chunk() -> None:
+    stage = Stage()
+    [p], [d] = stage.p, stage.d
+    wanted = stage.register()
+    assert d.machine.receive(wanted).state is ReceiveState.REGISTERED
+    stage.flush()  # fast-consumer: P does not know the request yet, and holds the registration
+    assert p.machine.send(KEY) is None
+    assert not p.machine.idle
+    request = stage.request()
+    assert isinstance(stage.take(Accepted).message, Accepted)
+    assert p.machine.send(KEY).state is SendState.WAITING
+    stage.engine("on_tokens", request, 40)
+    assert pieces(stage.writes) == [(0, 32)]  # whole blocks only
+    stage.engine("on_tokens", request, 40)
+    stage.engine("on_tokens", request, 47)
+    assert pieces(stage.writes) == [(0, 32)]
+    stage.engine("on_tokens", request, 95)
+    stage.engine("on_tokens", request, 100)
+    assert pieces(stage.writes) == [(0, 32), (32, 80), (80, 100)]
+    assert p.machine.send(KEY).state is SendState.DRAINING
+    assert p.machine.in_flight(request) == 3
+    stage.engine("on_finished", request)
+    stage.land(stage.writes[2])  # the order in which pieces end does not matter
+    stage.land(stage.writes[0])
+    assert not stage.find(Commit)
+    assert not p.reports(ReportSent)
+    stage.land(stage.writes[0])
+    commit = stage.take(Commit)
+    assert commit.message == Commit(KEY, 1, 100, 1000, 3)
+    assert p.reports(ReportSent) == [ReportSent(request)]
+    assert p.reports(SendEnded) == [SendEnded(KEY, request, "committed", "", 100, 1000, 3)]
+    stage.arrive(commit)
+    assert d.log == [ReportReceived(wanted, 100, 1000)]
+    assert stage.idle()
+
+
+def test_request_first() -> None:
+    stage = Stage()
+    request = stage.request()
+    stage.compute_all(request)
+    assert not stage.p[0].reports(ReportSent)
+    stage.register()
+    stage.flush()
+    assert pieces(stage.writes) == [(0, 100)]
+    stage.land_all()
+    stage.flush()
+    assert stage.d[0].log == [ReportReceived(RequestId("d"), 100, 1000)]
+    assert stage.p[0].reports(ReportSent)
+    assert stage.idle()
+
+
+def test_a_commit_that_overtakes_its_acceptance() -> None:
+    stage = Stage()
+    stage.compute_all(stage.request())
+    stage.register()
+    stage.flush(Register)
+    stage.land_all()
+    accepted = stage.take(Accepted)
+    stage.flush()
+    assert stage.d[0].log == [ReportReceived(RequestId("d"), 100, 1000)]
+    stage.arrive(accepted)
+    assert len(stage.d[0].log) == 1
+    assert stage.idle()
+
+
+def test_without_streaming_everything_leaves_at_the_end() -> None:
+    stage = Stage(stream=False)
+    request = stage.request()
+    stage.register()
+    stage.flush()
+    stage.engine("on_tokens", request, 96)
+    assert not stage.writes
+    stage.engine("on_tokens", request, 100)
+    assert pieces(stage.writes) == [(0, 100)]
+
+
+@pytest.mark.parametrize(
+    ("first_token", "expected"), [(1, (1, 32)), (16, (16, 32)), (31, (31, 32)), (32, None), (90, None)]
+)
+def test_partial_prefix_hit(first_token: int, expected: tuple[int, int] | None) -> None:
+    """Only what D does not hold moves, from any token on."""
+    stage = Stage()
+    request = stage.request()
+    stage.register(first_token=first_token)
+    stage.flush()
+    stage.engine("on_tokens", request, 40)
+    assert pieces(stage.writes) == ([expected] if expected else [])
+    stage.compute_all(request)
+    assert stage.writes[-1].piece.end_token == 100
+    assert sum(end - first for first, end in pieces(stage.writes)) == 100 - first_token
+    stage.land_all()
+    stage.flush()
+    assert stage.d[0].log == [ReportReceived(RequestId("d"), 100, 10 * (100 - first_token))]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1])
+def test_short_prompt(num_tokens: int) -> None:
+    prompt = prompt_identity(list(range(num_tokens)))
+    stage = Stage()
+    request = stage.request(prompt=prompt)
+    stage.register(prompt=prompt)
+    stage.flush()
+    stage.compute_all(request, prompt)
+    assert pieces(stage.writes)[-1][1] == num_tokens
+    stage.land_all()
+    stage.flush()
+    assert stage.d[0].reports(ReportReceived)
+    assert stage.idle()
+
+
+def test_full_prefix_hit() -> None:
+    """Nothing moves, and P frees as soon as it has finished."""
+    stage = Stage()
+    request = stage.request()
+    stage.do(stage.d[0], stage.d[0].machine.release(KEY, [stage.p[0].address]))
+    stage.flush()
+    stage.compute_all(request)
+    assert stage.p[0].log == [ReportSent(request)]
+    assert stage.idle()
+
+
+def test_a_release_before_the_request() -> None:
+    stage = Stage()
+    stage.do(stage.d[0], stage.d[0].machine.release(KEY, [stage.p[0].address]))
+    stage.flush()
+    assert not stage.p[0].machine.idle
+    request = stage.request()
+    stage.compute_all(request)
+    assert stage.p[0].log == [ReportSent(request)]
+
+
+def test_a_registration_in_parts_that_arrive_in_any_order() -> None:
+    for order in itertools.permutations(range(3)):
+        stage = Stage()
+        request = stage.request()
+        stage.register(parts=3)
+        letters = stage.find(Register)
+        for number in order[:2]:
+            stage.arrive(letters[number])
+        assert not stage.find(Accepted)
+        stage.arrive(letters[order[2]])
+        assert stage.p[0].machine.send(KEY).registration.blocks == ((b"d-0", b"d-1", b"d-2"),)
+        stage.compute_all(request)
+        stage.land_all()
+        stage.flush()
+        assert stage.idle()
+
+
+def test_pieces_wait_for_the_connection() -> None:
+    stage = Stage(connected=False)
+    [p], [d] = stage.p, stage.d
+    request = stage.request()
+    stage.register()
+    stage.flush()
+    stage.compute_all(request)
+    assert p.log == [Connect(d.address, d.agent)]
+    assert not stage.writes
+    stage.do(p, p.machine.on_connected(d.agent, stage.now_s))
+    assert pieces(stage.writes) == [(0, 100)]
+
+
+def test_a_connection_is_asked_for_once_and_while_the_registration_waits() -> None:
+    stage = Stage(connected=False)
+    [p], [d] = stage.p, stage.d
+    for number in range(3):
+        stage.register(f"d{number}", f"t{number}")
+    stage.flush()
+    stage.request("p0", "t0")
+    assert p.log == [Connect(d.address, d.agent)]
+    stage.do(p, p.machine.on_connected(d.agent, stage.now_s))
+    stage.request("p1", "t1")
+    assert len(p.log) == 1
+
+
+# Digests
+
+
+def test_digests_travel_with_the_commit_and_are_verified() -> None:
+    stage = Stage()
+    [d] = stage.d
+    request = stage.request()
+    wanted = stage.register()
+    stage.flush()
+    stage.engine("on_tokens", request, 50)
+    stage.compute_all(request)
+    stage.land(stage.writes[1], b"second")
+    stage.land(stage.writes[0], b"first")
+    stage.flush()
+    [verify] = d.log
+    at_p = stage.p[0].address
+    assert verify == Verify(wanted, ((at_p, PieceDigest(48, 100, b"second")), (at_p, PieceDigest(0, 48, b"first"))))
+    assert d.machine.receive(wanted).state is ReceiveState.RECEIVING
+    stage.do(d, d.machine.on_verified(wanted, True, stage.now_s))
+    assert d.log[1:] == [ReportReceived(wanted, 100, 1000)]
+    assert d.machine.on_verified(wanted, True, stage.now_s) == []
+
+
+def test_a_wrong_digest_is_a_failed_load_and_the_memory_is_free_at_once() -> None:
+    stage = Stage()
+    [d] = stage.d
+    stage.compute_all(stage.request())
+    wanted = stage.register()
+    stage.flush()
+    stage.land(stage.writes[0], b"wrong")
+    stage.flush()
+    d.log.clear()
+    stage.do(d, d.machine.on_verified(wanted, False, stage.now_s))
+    assert d.log == [ReportFailed(wanted, "integrity"), ReportReleased(wanted)]
+    assert not stage.mail
+    assert stage.idle()
+
+
+def test_verification_needs_no_peer_any_more() -> None:
+    """Whoever has committed may fall silent, break its connection or be gone: the bytes are here."""
+    stage = Stage()
+    [p], [d] = stage.p, stage.d
+    stage.compute_all(stage.request())
+    wanted = stage.register()
+    stage.flush()
+    stage.land(stage.writes[0], b"x")
+    stage.flush()
+    stage.do(d, d.machine.on_disconnected(p.agent, stage.now_s))
+    stage.do(d, d.machine.on_gone(p.agent, stage.now_s))
+    stage.wait(100.0)
+    assert d.log == [Verify(wanted, ((p.address, PieceDigest(0, 100, b"x")),))]
+    stage.do(d, d.machine.on_verified(wanted, True, stage.now_s))
+    assert d.reports(ReportReceived)
+
+
+def test_verified_out_of_turn_does_nothing() -> None:
+    stage = Stage(p_ranks=2)
+    [d] = stage.d
+    stage.compute_all(stage.request())
+    wanted = stage.register()
+    stage.flush()
+    assert d.machine.on_verified(wanted, True, stage.now_s) == []
+    stage.land(stage.writes[0], b"x")
+    stage.flush()  # one of two ranks
+    assert d.machine.on_verified(wanted, True, stage.now_s) == []
+    assert d.machine.on_verified(wanted, False, stage.now_s) == []
+    assert d.machine.on_verified(RequestId("unknown"), True, stage.now_s) == []
+    assert d.machine.receive(wanted).active
+
+
+# Several ranks
+
+
+def test_writers_counted() -> None:
+    """Two ranks of P write; one commits twice. Nothing is received until the other one has committed."""
+    stage = Stage(p_ranks=2)
+    [d] = stage.d
+    stage.compute_all(stage.request())
+    wanted = stage.register()
+    stage.flush()
+    stage.land(stage.writes[0])
+    [commit] = stage.find(Commit)
+    stage.arrive(commit)
+    stage.arrive(commit)
+    assert d.machine.receive(wanted).ranks.pending == {stage.p[1].address}
+    assert not d.log
+    stage.land(stage.writes[0])
+    stage.flush()
+    assert d.log == [ReportReceived(wanted, 100, 2000)]
+    assert all(len(rank.reports(ReportSent)) == 1 for rank in stage.p)
+    assert stage.idle()
+
+
+def test_one_rank_of_p_writes_to_several_of_d() -> None:
+    """mla-every-rank: D has more ranks than P; P's blocks stay until all of them have been served."""
+    stage = Stage(p_ranks=1, d_ranks=2)
+    [p] = stage.p
+    request = stage.request()
+    wanted = stage.register()
+    stage.arrive(stage.find(Register)[0])
+    stage.compute_all(request)
+    stage.land_all()
+    stage.flush(Commit)
+    assert stage.d[0].log == [ReportReceived(wanted, 100, 1000)]
+    assert not p.reports(ReportSent)
+    stage.flush()
+    assert {post.piece.key.tp_rank for post in stage.writes} == {1}
+    stage.land_all()
+    stage.flush()
+    assert stage.d[1].log == [ReportReceived(wanted, 100, 1000)]
+    assert p.reports(ReportSent) == [ReportSent(request)]
+    assert stage.idle()
+
+
+def test_every_rank_with_every_rank() -> None:
+    stage = Stage(p_ranks=3, d_ranks=2)
+    stage.compute_all(stage.request())
+    wanted = stage.register()
+    stage.flush()
+    assert len(stage.writes) == 6
+    stage.land_all()
+    stage.flush()
+    assert all(rank.log == [ReportReceived(wanted, 100, 3000)] for rank in stage.d)
+    assert stage.idle()
+
+
+def test_a_rank_with_nothing_to_send_is_released_by_name() -> None:
+    stage = Stage(p_ranks=2)
+    [d] = stage.d
+    request = stage.request()
+    actions = d.machine.register(RequestId("d"), KEY, PROMPT, 0, [[b"d"]], 1, [stage.p[0].address], stage.now_s)
+    stage.do(d, actions)
+    stage.do(d, d.machine.release(KEY, [stage.p[1].address]))
+    stage.flush()
+    stage.compute_all(request)
+    assert stage.p[1].log == [ReportSent(request)]
+    stage.land_all()
+    stage.flush()
+    assert d.reports(ReportReceived)
+    assert stage.idle()
+
+
+# Several consumers
+
+
+@given(st.permutations(["register 0", "register 1", "register 2", "request", "compute"]), st.booleans())
+@settings(max_examples=60)
+def test_n_samples_in_any_order(order: list[str], land_late: bool) -> None:
+    stage = Stage()
+    [p] = stage.p
+    request = RequestId("p")
+    for what in order:
+        if what == "request":
+            stage.request(consumers=3)
+        elif what == "compute":
+            if "request" in order[: order.index("compute")]:
+                stage.compute_all(request)
+        else:
+            consumer = int(what[-1])
+            stage.register(f"d{consumer}", consumer=consumer, consumers=3)
+        stage.flush()
+        if not land_late:
+            stage.land_all()
+            stage.flush()
+    if not p.machine.in_flight(request) and order.index("compute") < order.index("request"):
+        stage.compute_all(request)
+    assert not (land_late and p.reports(ReportSent))
+    stage.land_all()
+    stage.flush()
+    assert sorted(report.request_id for report in stage.d[0].log) == ["d0", "d1", "d2"]
+    assert p.reports(ReportSent) == [ReportSent(request)]
+    assert stage.idle()
+
+
+def test_siblings_that_hit_the_cache_release() -> None:
+    stage = Stage()
+    [p], [d] = stage.p, stage.d
+    stage.compute_all(stage.request(consumers=3))
+    stage.register("d0", consumers=3)
+    stage.flush()
+    stage.land_all()
+    stage.flush()
+    assert d.reports(ReportReceived)
+    assert not p.reports(ReportSent)
+    for consumer in (1, 2):
+        stage.do(d, d.machine.release(SendKey(T, consumer), [p.address]))
+        stage.flush()
+    assert p.reports(ReportSent)
+    assert stage.idle()
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_one_release_for_all_who_have_not_registered(early: bool) -> None:
+    stage = Stage()
+    [p], [d] = stage.p, stage.d
+    if not early:
+        stage.request(consumers=4)
+    stage.register("d1", consumer=1, consumers=4)
+    stage.flush()
+    stage.do(d, d.machine.release(KEY, [p.address], all_consumers=True))
+    stage.flush()
+    if early:
+        stage.request(consumers=4)
+    stage.compute_all(RequestId("p"))
+    assert not p.reports(ReportSent)
+    stage.land_all()
+    stage.flush()
+    assert d.reports(ReportReceived)
+    assert p.reports(ReportSent)
+    assert stage.idle()
+
+
+# Announcements and leases
+
+
+def test_an_announced_request_is_waited_for() -> None:
+    """leases-renew: D has no room for a long time; its pings renew the announcement."""
+    stage = Stage()
+    [p], [d] = stage.p, stage.d
+    stage.compute_all(stage.request())
+    stage.do(d, d.machine.announce(T, PROMPT, [p.address], stage.now_s))
+    assert isinstance(stage.mail[0].message, Announce)
+    assert not d.machine.idle
+    stage.wait(TIMING.unclaimed_timeout_s * 3, deliver=True)
+    assert not p.reports(ReportSent)
+    stage.register()
+    stage.flush()
+    stage.land_all()
+    stage.flush()
+    assert d.reports(ReportReceived)
+    assert stage.idle()
+
+
+def test_withdrawing_ends_the_announcement() -> None:
+    stage = Stage()
+    [p], [d] = stage.p, stage.d
+    stage.do(d, d.machine.announce(T, PROMPT, [p.address], stage.now_s))
+    stage.flush()
+    d.machine.withdraw(T)
+    d.machine.withdraw(T)
+    assert d.machine.idle
+    stage.wait(TIMING.rendezvous_timeout_s + 1, deliver=True)
+    assert p.machine.idle
+
+
+def test_a_waiting_transfer_outlives_every_lease_while_both_sides_live() -> None:
+    stage = Stage()
+    [d] = stage.d
+    request = stage.request()
+    wanted = stage.register()
+    stage.flush()
+    stage.engine("on_tokens", request, 1)  # P computes: no timer runs
+    stage.wait(1000.0, deliver=True)
+    assert d.machine.receive(wanted).state is ReceiveState.ACCEPTED
+    stage.compute_all(request)
+    stage.land_all()
+    stage.flush()
+    assert d.reports(ReportReceived)
+    assert stage.idle()
+
+
+def test_pings_name_what_is_still_awaited() -> None:
+    stage = Stage(p_ranks=2)
+    [d] = stage.d
+    stage.compute_all(stage.request())
+    stage.register()
+    stage.flush()
+    stage.land(stage.writes[0])
+    stage.flush()
+    stage.now_s += TIMING.ping_interval_s
+    stage.do(d, d.machine.on_tick(stage.now_s))
+    [ping] = stage.find(Ping)  # who has committed has nothing to keep
+    assert ping.receiver is stage.p[1]
+    assert isinstance(ping.message, Ping)
+    assert [(lease.key, lease.attempt) for lease in ping.message.registered] == [(KEY, 1)]
+
+
+# A transfer id again
+
+
+def test_a_transfer_id_is_usable_again_after_its_end() -> None:
+    stage = Stage()
+    [p], [d] = stage.p, stage.d
+    for life in range(3):
+        request = stage.request(f"p{life}")
+        stage.register(f"d{life}")
+        stage.flush()
+        stage.compute_all(request)
+        stage.land_all()
+        stage.flush()
+    assert [report.request_id for report in d.reports(ReportReceived)] == ["d0", "d1", "d2"]
+    assert len(p.reports(ReportSent)) == 3
+    assert stage.idle()
+
+
+def test_a_late_commit_of_an_earlier_use_is_not_taken_for_this_one() -> None:
+    stage = Stage()
+    [d] = stage.d
+    stage.compute_all(stage.request("p0"))
+    stage.register("d0")
+    stage.flush()
+    stage.land_all()
+    [late] = stage.find(Commit)
+    stage.flush()
+    wanted = stage.register("d1")
+    stage.request("p1")
+    stage.flush()
+    stage.arrive(late)
+    assert d.machine.receive(wanted).state is ReceiveState.ACCEPTED
+    assert len(d.log) == 1
+    stage.compute_all(RequestId("p1"))
+    stage.land_all()
+    stage.flush()
+    assert d.log[1:] == [ReportReceived(wanted, 100, 1000)]
+
+
+def test_report_twice() -> None:
+    """Everything that was ever sent arrives again after the end: nothing is reported a second time, nothing stays."""
+    stage = Stage()
+    [p], [d] = stage.p, stage.d
+    seen = []
+    request = stage.request()
+    stage.register()
+    for _ in range(100):
+        seen += [letter for letter in stage.mail if letter not in seen]
+        if not stage.mail:
+            break
+        stage.arrive(stage.mail[0])
+        if stage.find(Accepted):
+            stage.compute_all(request)
+            stage.land_all()
+    logs = (list(p.log), list(d.log))
+    assert {type(letter.message) for letter in seen} == {Register, Accepted, Commit}
+    for letter in seen + seen[::-1]:
+        stage.arrive(letter)
+        stage.flush()
+    assert (p.log, d.log) == logs
+    assert stage.idle()
+
+
+def test_a_repeated_registration_is_answered_with_how_things_stand() -> None:
+    stage = Stage()
+    stage.request()
+    stage.register()
+    [register] = stage.find(Register)
+    stage.arrive(register)
+    stage.arrive(register)
+    assert [type(letter.message) for letter in stage.mail] == [Accepted, Accepted]
+    stage.mail.clear()
+    stage.compute_all(RequestId("p"))
+    stage.land_all()
+    stage.mail.clear()  # the commit is lost
+    stage.arrive(register)
+    assert isinstance(stage.take(Commit).message, Commit)
+    assert not stage.writes
+
+
+def test_messages_of_other_kinds_have_no_delivery_to_book() -> None:
+    stage = Stage()
+    [p], [d] = stage.p, stage.d
+    stage.register()
+    stage.mail.clear()
+    for message in (Release(KEY, 9, d.address), Cancel(KEY, 1, d.address), Ping(1, d.address), Quiet(KEY, 1)):
+        assert d.machine.wants_sent(message)
+        assert d.machine.on_delivered(p.address, p.agent, message, stage.now_s) == []
+        assert d.machine.on_undelivered(p.address, message, "x", stage.now_s) == []
+    assert d.machine.receive(RequestId("d")).active
+
+
+def test_other_prompt() -> None:
+    """The two legs carry different prompts of one length: refused, and P goes on for who has the right one."""
+    assert PROMPT.num_tokens == OTHER.num_tokens
+    stage = Stage(engines=2)
+    [p] = stage.p
+    wrong, right = stage.d
+    request = stage.request()
+    stage.register("wrong", prompt=OTHER, ranks=[wrong])
+    stage.flush(Register)
+    assert stage.take(Failed).message == Failed(KEY, 1, "prompt_mismatch", quiet=True)
+    stage.register("wrong again", "u", prompt=OTHER, ranks=[wrong])
+    stage.flush()
+    stage.request("pu", "u")  # the other order
+    stage.flush()
+    assert wrong.log == [
+        ReportFailed(RequestId("wrong again"), "prompt_mismatch"),
+        ReportReleased(RequestId("wrong again")),
+    ]
+    assert [ended.reason for ended in p.reports(SendEnded)] == ["prompt_mismatch"] * 2
+    stage.register("right", ranks=[right])
+    stage.flush()
+    stage.compute_all(request)
+    stage.land_all()
+    stage.flush()
+    assert right.reports(ReportReceived)
+    assert ReportSent(request) in p.log
+
+
+def test_state_is_visible_while_it_lasts() -> None:
+    stage = Stage()
+    [p], [d] = stage.p, stage.d
+    request = stage.request()
+    wanted = stage.register()
+    assert d.machine.expects(p.agent)  # from delivery on
+    assert p.machine.in_flight(request) == 0
+    assert p.machine.in_flight(RequestId("unknown")) == 0
+    assert p.machine.send(KEY) is None
+    assert d.machine.receive(RequestId("unknown")) is None
+    stage.flush()
+    stage.compute_all(request)
+    assert p.machine.in_flight(request) == 1
+    stage.land_all()
+    stage.flush()
+    assert d.machine.receive(wanted) is None
+    assert not d.machine.expects(p.agent)
+    assert p.machine.num_tombstones == 1
+    stage.wait(TIMING.tombstone_s + 1)
+    assert p.machine.num_tombstones == 0
+
+
+def test_the_key_names_the_rank_of_d() -> None:
+    stage = Stage(d_ranks=2)
+    stage.register()
+    assert [letter.message.key for letter in stage.find(Register)] == [SendKey(T, 0, 0, 0), SendKey(T, 0, 0, 1)]  # type: ignore[union-attr]
+    assert str(SendKey(T, 0, 0, 1)) == "t#0/pp0tp1"
+    assert SendKey(T, 0).at(PeerAddress("h", 1, 2, 3)) == SendKey(T, 0, 2, 3)
