@@ -59,7 +59,7 @@ class Remote:
             raise TransferFailed(f"{self.role}: no answer within {ANSWER_TIMEOUT_S:g} s")
         try:
             status, result = self.pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             self.process.join(5)
             raise TransferFailed(f"{self.role} ended with {self.process.exitcode}") from None
         if status != "ok":
@@ -70,7 +70,7 @@ class Remote:
         """Sends a request whose `answer` is fetched later."""
         try:
             self.pipe.send((name, arguments))
-        except BrokenPipeError:
+        except ConnectionError:
             raise TransferFailed(f"{self.role} has ended") from None
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -157,7 +157,7 @@ def measure(pair: Pair, device: str, tokens: int, table: str, runs: int) -> Tran
     n = tokens // shape.block_size
     measured, singles = [], []
     for number in range(runs + 1):
-        blocks = tables(table, n, shape.num_blocks, shape.block_size, pair.seed * 1000 + number)
+        blocks = tables(table, n, shape.num_blocks, pair.seed * 1000 + number)
         measured.append(pair.run(blocks, tokens))
         singles.append(pair.run(None, tokens)[0])
     # The first write sets up connections and mappings.
@@ -215,11 +215,14 @@ def device_name(device: str, gpus: Sequence[str]) -> str:
 
 
 def _checked(args: argparse.Namespace) -> tuple[list[int], list[str], tuple[int, int] | None]:
+    """(token counts, tables, GPUs). Raises ValueError naming the option."""
     try:
         lengths = [int(part) for part in (args.tokens or DEFAULT_TOKENS[args.device]).split(",")]
-        first, second = (int(part) for part in args.gpus.split(","))
+        gpus = [int(part) for part in args.gpus.split(",")]
     except ValueError as error:
         raise ValueError(f"--tokens and --gpus take whole numbers: {error}") from None
+    if len(gpus) != 2:
+        raise ValueError(f"--gpus {args.gpus!r} is not two ordinals, such as 0,1")
     kinds = args.tables.split(",")
     for kind in kinds:
         if kind not in TABLES:
@@ -227,9 +230,11 @@ def _checked(args: argparse.Namespace) -> tuple[list[int], list[str], tuple[int,
     for tokens in lengths:
         if tokens < BLOCK_SIZE or tokens % BLOCK_SIZE:
             raise ValueError(f"--tokens: {tokens} is not a multiple of {BLOCK_SIZE}")
+    if args.pool_blocks is not None and args.pool_blocks < max(lengths) // BLOCK_SIZE:
+        raise ValueError(f"--pool-blocks: {max(lengths)} tokens do not fit into {args.pool_blocks} blocks")
     if args.runs < 1:
         raise ValueError(f"--runs must be at least 1, not {args.runs}")
-    return lengths, kinds, (first, second) if args.device == "cuda" else None
+    return lengths, kinds, (gpus[0], gpus[1]) if args.device == "cuda" else None
 
 
 def print_row(row: TransferRow) -> None:
@@ -253,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts = environment()
     device = device_name(args.device, facts.gpus)
     regions, page_bytes = GEOMETRIES[args.geometry]
-    default_pool = CUDA_POOL_BLOCKS if args.device == "cuda" else 2 * max(lengths) // BLOCK_SIZE + 1
+    default_pool = CUDA_POOL_BLOCKS if args.device == "cuda" else 2 * max(lengths) // BLOCK_SIZE
     raw = TransferRaw(date=now_iso(), command=command_line("kvpush.bench.transfer"), rows=[], environment=facts)
     try:
         for tokens in lengths:

@@ -213,6 +213,8 @@ def _touched(region: torch.Tensor, blocks: torch.Tensor, value: int) -> int:
 def serve(pipe: Connection, role: str, shape: CacheShape, cuda: bool, threads: int) -> None:
     """Body of a child process: answers (method name, arguments) with ("ok", result) or ("error", text) until None."""
     side: Side | None = None
+    # Two of these share the machine with UCX's threads; torch's pool would spin on what cores are left.
+    torch.set_num_threads(1)
     try:
         side = Side(role, shape, 0 if cuda else None, threads)
         pipe.send(("ok", side.introduce()))
