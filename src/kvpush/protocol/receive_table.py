@@ -166,7 +166,10 @@ class ReceiveTable:
     def check_fence(self, receive: Receive, now_s: float) -> list[Action]:
         """Repeats cancellations that were not answered; in the end the memory goes into quarantine."""
         actions: list[Action] = []
-        if now_s - receive.last_cancel_s >= self._timing.ping_interval_s:
+        # A writer in quarantine does not read: what is said to it piles up where it will find it.
+        quarantined = receive.state is ReceiveState.QUARANTINED
+        interval_s = self._timing.peer_timeout_s if quarantined else self._timing.ping_interval_s
+        if now_s - receive.last_cancel_s >= interval_s:
             receive.last_cancel_s = now_s
             actions += [self.cancellation(receive, agent) for agent in receive.may_write]
         if receive.state is ReceiveState.FAILING and now_s - receive.since_s > self._timing.peer_timeout_s:

@@ -309,3 +309,17 @@ class Stage:
 
     def idle(self) -> bool:
         return all(rank.machine.idle for rank in self.at.values())
+
+
+def streaming(**options: Any) -> Stage:
+    """A transfer with one piece in flight to D."""
+    stage = Stage(**options)
+    stage.request()
+    stage.register()
+    stage.flush()
+    stage.engine("on_tokens", RequestId("p"), 64)
+    return stage
+
+
+def pieces(posts: list[Post]) -> list[tuple[int, int]]:
+    return [(post.piece.first_token, post.piece.end_token) for post in posts]

@@ -1,0 +1,510 @@
+"""The fence around P's blocks: preemption, poison, aborts, and when the engine may have them back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from protocol_cases import PROMPT, TIMING, Stage, T, pieces, streaming
+
+from kvpush.protocol.actions import ReportFailed, ReportReceived, ReportReleased, ReportSent, SendEnded, TransferUnknown
+from kvpush.protocol.errors import ProtocolError
+from kvpush.protocol.ids import RequestId, SendKey, TransferId
+from kvpush.protocol.messages import MAX_CONSUMERS, Commit, Failed, Quiet
+from kvpush.protocol.send import MAX_STREAMED_PIECES
+from kvpush.protocol.transitions import SendState
+
+pytestmark = pytest.mark.unit
+
+KEY = SendKey(T, 0)
+P, D = RequestId("p"), RequestId("d")
+
+
+def not_posted(stage: Stage, number: int) -> None:
+    """The transfer layer holds a piece back: its blocks are being taken."""
+    post = stage.writes.pop(number)
+    stage.do(post.rank, post.rank.machine.on_not_posted(post.piece.key, post.piece.piece, stage.now_s))
+
+
+# Preemption
+
+
+def test_preempted_at_producer() -> None:
+    """What has landed stays landed: P goes on from the watermark after the request has been computed again."""
+    stage = streaming()
+    stage.land_all()
+    stage.engine("on_preempted", P)
+    assert stage.p[0].machine.send(KEY).state is SendState.WAITING
+    stage.engine("on_tokens", P, 32)  # computed again up to below the watermark
+    stage.engine("on_tokens", P, 64)
+    assert not stage.writes
+    stage.engine("on_tokens", P, 96)
+    stage.compute_all(P)
+    assert pieces(stage.writes) == [(64, 96), (96, 100)]
+    stage.land_all()
+    stage.flush()
+    assert stage.d[0].log == [ReportReceived(D, 100, 1000)]
+    assert stage.idle()
+
+
+def test_a_piece_that_was_held_back_is_owed_again() -> None:
+    stage = streaming()
+    stage.engine("on_tokens", P, 80)
+    stage.compute_all(P)
+    assert pieces(stage.writes) == [(0, 64), (64, 80), (80, 100)]
+    assert stage.p[0].machine.send(KEY).state is SendState.DRAINING
+
+
+def test_pieces_held_back_in_the_middle_are_owed_from_the_first_of_them_on() -> None:
+    stage = streaming()
+    stage.engine("on_tokens", P, 80)
+    stage.engine("on_tokens", P, 96)
+    not_posted(stage, 1)
+    assert stage.p[0].machine.send(KEY).state is SendState.WAITING
+    not_posted(stage, 1)
+    stage.land_all()
+    assert not stage.find(Commit)
+    stage.engine("on_preempted", P)
+    stage.compute_all(P)
+    assert pieces(stage.writes) == [(64, 100)]
+    stage.land_all()
+    stage.flush()
+    assert stage.d[0].log == [ReportReceived(D, 100, 1000)]
+
+
+def test_the_last_piece_held_back_does_not_commit() -> None:
+    stage = streaming()
+    stage.land_all()
+    stage.engine("on_tokens", P, 100)
+    assert stage.p[0].machine.send(KEY).state is SendState.DRAINING
+    not_posted(stage, 0)
+    assert not stage.find(Commit)
+    assert stage.p[0].machine.send(KEY).state is SendState.WAITING
+
+
+def test_what_was_held_back_is_tried_again() -> None:
+    """Whatever became of the preemption: a piece that was not posted does not wait for ever."""
+    stage = streaming()
+    stage.land_all()
+    stage.compute_all(P)
+    not_posted(stage, 0)
+    stage.wait(0.5)
+    assert pieces(stage.writes) == [(64, 100)]
+
+
+def test_blocks_that_are_read_cannot_be_preempted() -> None:
+    stage = streaming()
+    [p] = stage.p
+    with pytest.raises(ProtocolError, match="preempted while its blocks are read") as caught:
+        p.machine.on_preempted(P, stage.now_s)
+    assert caught.value.fault == "local"
+    assert p.machine.send(KEY).state is SendState.STREAMING
+    stage.engine("on_tokens", P, 80)  # nothing has changed
+    assert pieces(stage.writes) == [(0, 64), (64, 80)]
+
+
+def test_a_finished_request_cannot_be_preempted() -> None:
+    stage = Stage()
+    stage.compute_all(stage.request())
+    with pytest.raises(ProtocolError, match="although it has finished"):
+        stage.p[0].machine.on_preempted(P, stage.now_s)
+
+
+def test_a_request_that_is_not_complete_when_it_finishes_is_a_failure() -> None:
+    """Preempted with output in flight: the table does not cover the prompt."""
+    stage = streaming()
+    stage.land_all()
+    stage.engine("on_preempted", P)
+    stage.engine("on_finished", P)
+    stage.flush()
+    assert stage.d[0].log == [ReportFailed(D, "incomplete"), ReportReleased(D)]
+    assert stage.p[0].reports(ReportSent)
+    assert stage.idle()
+
+
+@given(st.lists(st.sampled_from([1, 5, 16, 40, "preempt", "land", "hold back"]), max_size=25), st.integers(0, 99))
+@settings(max_examples=150)
+def test_any_course_of_chunks_and_preemptions_delivers_every_token(course: list[int | str], first_token: int) -> None:
+    """Every token from the first one on is written by a piece that landed, and the last piece comes last."""
+    stage = Stage()
+    stage.request()
+    stage.register(first_token=first_token)
+    stage.flush()
+    ready, landed = 0, set()
+
+    def land() -> None:
+        for post in stage.writes:
+            landed.update(range(post.piece.first_token, post.piece.end_token))
+        stage.land_all()
+
+    for what in [*course, 100]:
+        if isinstance(what, int):
+            ready = min(100, ready + what)
+            stage.engine("on_tokens", P, ready)
+        elif what == "land":
+            land()
+        elif what == "hold back":
+            if stage.writes:
+                not_posted(stage, -1)
+        elif not stage.find(Commit):
+            land()
+            stage.engine("on_preempted", P)
+            ready = 0
+    stage.engine("on_tokens", P, 100)
+    stage.wait(0.5)
+    land()
+    stage.wait(0.5)
+    land()
+    stage.engine("on_finished", P)
+    assert landed == set(range(first_token, 100))
+    stage.flush()
+    assert [type(action) for action in stage.d[0].log] == [ReportReceived]
+    assert stage.p[0].reports(ReportSent)
+
+
+def test_pieces_of_one_attempt_are_bounded_so_that_their_digests_fit() -> None:
+    stage = Stage(block_size=1)
+    prompt = type(PROMPT)(MAX_STREAMED_PIECES + 50, PROMPT.digest)
+    stage.request(prompt=prompt)
+    stage.register(prompt=prompt)
+    stage.flush()
+    for ready in range(1, prompt.num_tokens):
+        stage.engine("on_tokens", P, ready)
+    assert len(stage.writes) == MAX_STREAMED_PIECES
+    stage.compute_all(P, prompt)
+    assert pieces(stage.writes)[-1] == (MAX_STREAMED_PIECES, prompt.num_tokens)
+    while stage.writes:
+        stage.land(stage.writes[0], b"x" * 16)
+    commit = stage.take(Commit).message  # and has been encoded
+    assert isinstance(commit, Commit)
+    assert len(commit.digests) == MAX_STREAMED_PIECES + 1
+
+
+# Poison
+
+
+def test_stopped_consumer() -> None:
+    """D is stopped, its write does not end, and P needs the blocks: P goes on, and the attempt never commits."""
+    stage = streaming()
+    [p] = stage.p
+    stage.engine("on_poisoned", P)
+    assert stage.take(Failed).message == Failed(KEY, 1, "poisoned", quiet=False)
+    stage.engine("on_preempted", P)
+    assert p.machine.in_flight(P) == 0  # it reads blocks that are not the request's any more
+    stage.compute_all(P)
+    assert pieces(stage.writes) == [(0, 64)]
+    assert p.log[-1] == ReportSent(P)
+    assert not p.machine.idle
+    stage.land_all()
+    assert [type(letter.message) for letter in stage.mail] == [Quiet]
+    stage.flush()
+    assert stage.d[0].log == [ReportFailed(D, "stopped"), ReportReleased(D)]
+    assert stage.idle()
+
+
+def test_a_poisoned_attempt_never_commits_though_every_piece_lands() -> None:
+    stage = streaming()
+    stage.compute_all(P)
+    stage.engine("on_poisoned", P)
+    stage.land_all()
+    assert not stage.find(Commit)
+    assert [ended.state for ended in stage.p[0].reports(SendEnded)] == ["failed"]
+
+
+def test_poison_touches_only_what_is_in_flight() -> None:
+    """Of two consumers one has a write in flight; the other lost nothing, and is served after the resumption."""
+    stage = Stage(engines=2)
+    [p] = stage.p
+    stuck, well = stage.d
+    stage.request(consumers=2)
+    stage.register("d0", consumer=0, consumers=2, ranks=[stuck])
+    stage.flush()
+    stage.register("d1", consumer=1, consumers=2, ranks=[well])
+    stage.flush()
+    stage.engine("on_tokens", P, 32)
+    first, second = stage.writes
+    stage.land(second)
+    stage.engine("on_poisoned", P)
+    stage.engine("on_preempted", P)
+    stage.flush()
+    assert stuck.log == [ReportFailed(RequestId("d0"), "poisoned")]
+    stage.compute_all(P)
+    assert pieces(stage.writes) == [(0, 32), (32, 100)]
+    stage.land(stage.writes[1])
+    stage.flush()
+    assert well.log == [ReportReceived(RequestId("d1"), 100, 1000)]
+    assert p.reports(ReportSent)  # the poisoned write does not hold blocks that it does not read
+    stage.land(first)
+    stage.flush()
+    assert stuck.log[-1] == ReportReleased(RequestId("d0"))
+    assert stage.idle()
+
+
+def test_a_consumer_that_comes_after_the_poison_is_served() -> None:
+    stage = Stage(engines=2)
+    stuck, late = stage.d
+    stage.request(consumers=2)
+    stage.register("d0", consumer=0, consumers=2, ranks=[stuck])
+    stage.flush()
+    stage.engine("on_tokens", P, 32)
+    stage.engine("on_poisoned", P)
+    stage.engine("on_preempted", P)
+    stage.register("d1", consumer=1, consumers=2, ranks=[late])
+    stage.flush()
+    assert len(stage.writes) == 1
+    stage.compute_all(P)
+    stage.land(stage.writes[1])
+    stage.flush()
+    assert late.reports(ReportReceived)
+
+
+def test_nothing_is_posted_between_poison_and_resumption() -> None:
+    stage = streaming()
+    stage.engine("on_poisoned", P)
+    stage.register("d1", "u")
+    stage.flush()
+    stage.wait(1.0)
+    assert pieces(stage.writes) == [(0, 64)]
+
+
+def test_a_finished_request_that_is_poisoned_ends_for_everybody() -> None:
+    stage = streaming()
+    stage.compute_all(P)
+    stage.engine("on_poisoned", P)
+    assert stage.p[0].reports(ReportSent) == [ReportSent(P)]
+    stage.land_all()
+    stage.flush()
+    assert stage.d[0].log == [ReportFailed(D, "poisoned"), ReportReleased(D)]
+    assert stage.idle()
+
+
+def test_the_key_of_a_poisoned_send_is_taken_until_its_writes_have_ended() -> None:
+    """Another engine comes with the same transfer id while a write of the old one is still in flight."""
+    stage = Stage(engines=2)
+    [p] = stage.p
+    stuck, other = stage.d
+    stage.request()
+    stage.register("d0", ranks=[stuck])
+    stage.flush()
+    stage.engine("on_tokens", P, 64)
+    stage.engine("on_poisoned", P)
+    stage.engine("on_aborted", P)
+    assert p.reports(ReportSent)
+    for late in (False, True):
+        name = RequestId(f"d{late}")
+        stage.register(name, ranks=[other])
+        stage.flush()
+        if not late:
+            assert other.log == [ReportFailed(name, "duplicate"), ReportReleased(name)]
+            stage.request("p2")
+        else:
+            assert other.log[2:] == [ReportFailed(name, "duplicate"), ReportReleased(name)]
+    stage.land_all()
+    stage.register("d3", ranks=[other])
+    stage.flush()
+    assert p.machine.send(KEY).agent == other.agent
+
+
+# The end of a request
+
+
+def test_an_aborted_request_waits_for_its_writes_and_then_for_a_bounded_time() -> None:
+    stage = streaming()
+    [p] = stage.p
+    stage.engine("on_aborted", P)
+    assert not p.reports(ReportSent)
+    stage.wait(TIMING.abort_drain_s)
+    assert not p.reports(ReportSent)
+    stage.wait(0.5)
+    assert p.reports(ReportSent) == [ReportSent(P)]
+    assert p.machine.send(KEY).poisoned
+    stage.land_all()
+    stage.flush()
+    assert stage.d[0].log[-1] == ReportReleased(D)
+    assert len(p.reports(ReportSent)) == 1
+    assert stage.idle()
+
+
+def test_the_drain_is_counted_from_the_failure_not_from_the_finish() -> None:
+    stage = streaming()
+    [p], [d] = stage.p, stage.d
+    stage.compute_all(P)
+    stage.wait(TIMING.abort_drain_s * 5, deliver=True)
+    stage.do(p, p.machine.on_unreachable(d.agent, "gone", stage.now_s))
+    stage.wait(TIMING.abort_drain_s / 2)
+    assert not p.reports(ReportSent)
+    stage.wait(TIMING.abort_drain_s)
+    assert p.reports(ReportSent)
+
+
+def test_an_aborted_request_gives_its_blocks_back_at_once_if_nothing_reads_them() -> None:
+    stage = streaming()
+    stage.land_all()
+    [p] = stage.p
+    stage.do(p, p.machine.on_aborted(P, stage.now_s, "client left"))
+    assert p.reports(ReportSent)
+    assert stage.take(Failed).message == Failed(KEY, 1, "client left", quiet=True)
+
+
+def test_who_comes_after_an_abort_is_told_at_once() -> None:
+    stage = Stage()
+    stage.engine("on_aborted", stage.request())
+    stage.register()
+    stage.flush()
+    assert stage.d[0].log == [ReportFailed(D, "aborted"), ReportReleased(D)]
+    assert stage.idle()
+
+
+def test_an_abort_while_a_sibling_writes() -> None:
+    """sibling-in-flight at P: one write fails, the other one still reads the blocks."""
+    stage = streaming()
+    stage.compute_all(P)
+    first, second = stage.writes
+    stage.break_write(first)
+    assert not stage.p[0].reports(ReportSent)
+    stage.land(second)
+    assert stage.p[0].reports(ReportSent)
+
+
+def test_push_frees_promptly() -> None:
+    stage = streaming()
+    stage.compute_all(P)
+    stage.land_all()
+    assert stage.p[0].reports(ReportSent)  # before D has heard of anything
+
+
+def test_the_engine_says_things_twice() -> None:
+    stage = streaming()
+    [p] = stage.p
+    stage.compute_all(P)
+    stage.engine("on_finished", P)
+    stage.engine("on_aborted", P)
+    stage.engine("on_aborted", P)
+    stage.land_all()
+    assert len(p.reports(ReportSent)) == 1
+    assert len(p.reports(SendEnded)) == 1
+
+
+# Calls that are wrong
+
+
+@pytest.mark.parametrize(
+    ("call", "values"),
+    [("on_tokens", (1,)), ("on_preempted", ()), ("on_finished", ()), ("on_aborted", ()), ("on_poisoned", ())],
+)
+def test_a_request_that_is_not_known_is_a_local_fault(call: str, values: tuple[int, ...]) -> None:
+    stage = Stage()
+    with pytest.raises(ProtocolError, match="request p is not known") as caught:
+        stage.engine(call, P, *values)
+    assert caught.value.fault == "local"
+
+
+@pytest.mark.parametrize("ready", [-1, 101])
+def test_more_tokens_than_the_prompt_has_are_a_local_fault(ready: int) -> None:
+    stage = Stage()
+    stage.request()
+    with pytest.raises(ProtocolError, match=f"{ready} tokens of p, its prompt has 100"):
+        stage.engine("on_tokens", P, ready)
+
+
+@pytest.mark.parametrize(
+    ("name", "transfer_id", "consumers", "says"),
+    [
+        ("p", "u", 1, "request p is known already"),
+        ("q", "t", 1, "transfer t already has a request"),
+        ("q", "u", 0, "0 consumers, 1 to"),
+        ("q", "u", MAX_CONSUMERS + 1, "1025 consumers"),
+        ("q", "u", 10**12, "consumers"),
+        ("q", "", 1, "transfer_id is empty"),
+        ("q", "x" * 300, 1, "longer than 256"),
+        ("q", "a\nb", 1, "unprintable"),
+    ],
+)
+def test_a_request_that_cannot_be_handed_over_is_refused(
+    name: str, transfer_id: str, consumers: int, says: str
+) -> None:
+    """duplicate-transfer-id at P: the first one is unharmed."""
+    stage = Stage()
+    stage.request()
+    with pytest.raises(ProtocolError, match=says) as caught:
+        stage.request(name, transfer_id, consumers=consumers)
+    assert caught.value.fault == "local"
+    stage.register()
+    stage.flush()
+    stage.compute_all(P)
+    stage.land_all()
+    stage.flush()
+    assert stage.d[0].reports(ReportReceived)
+    assert stage.idle()
+
+
+@pytest.mark.parametrize("call", ["on_written", "on_write_failed", "on_not_posted"])
+def test_a_piece_that_is_not_in_flight_is_a_local_fault(call: str) -> None:
+    stage = streaming()
+    [p] = stage.p
+    number = stage.writes[0].piece.piece
+    values: dict[str, tuple[object, ...]] = {"on_written": (10, None), "on_write_failed": ("x",), "on_not_posted": ()}
+    for key, piece in ((KEY, number + 1), (SendKey(TransferId("u"), 0), number)):
+        with pytest.raises(ProtocolError, match="is not in flight") as caught:
+            getattr(p.machine, call)(key, piece, *values[call], stage.now_s)
+        assert caught.value.fault == "local"
+    assert p.machine.in_flight(P) == 1
+    stage.land_all()
+    with pytest.raises(ProtocolError, match="is not in flight"):
+        getattr(p.machine, call)(KEY, number, *values[call], stage.now_s)
+
+
+def test_a_block_has_a_size() -> None:
+    with pytest.raises(ValueError, match="block_size must be positive, got 0"):
+        Stage(block_size=0)
+
+
+# Pressure
+
+
+def test_pressure_drops_the_oldest_request_that_nobody_has_registered_for() -> None:
+    """both-pools-full: P cannot admit the head of its queue."""
+    stage = Stage()
+    [p] = stage.p
+    for number in range(4):
+        stage.request(f"p{number}", f"t{number}")
+        stage.now_s += 1.0
+    for number in (2, 0, 1):  # the order in which they finish; the last one computes
+        stage.compute_all(RequestId(f"p{number}"))
+        stage.now_s += 1.0
+    stage.register("d2", "t2")
+    stage.flush()
+    for expected in ("0", "1"):
+        p.log.clear()
+        stage.do(p, p.machine.on_pressure(stage.now_s))
+        assert p.log == [TransferUnknown(TransferId(f"t{expected}"), "pressure"), ReportSent(RequestId(f"p{expected}"))]
+    assert p.machine.on_pressure(stage.now_s) == []
+    stage.register("late", "t0")
+    stage.flush()
+    assert stage.d[0].log == [ReportFailed(RequestId("late"), "pressure"), ReportReleased(RequestId("late"))]
+
+
+def test_pressure_also_drops_what_was_announced() -> None:
+    """D announces because it is full itself: waiting for it would be the cycle."""
+    stage = Stage()
+    [p], [d] = stage.p, stage.d
+    stage.compute_all(stage.request())
+    stage.do(d, d.machine.announce(T, PROMPT, [p.address], stage.now_s))
+    stage.flush()
+    stage.do(p, p.machine.on_pressure(stage.now_s))
+    assert p.reports(ReportSent)
+
+
+def test_pressure_drops_a_request_whose_first_consumer_has_been_served() -> None:
+    stage = Stage()
+    [p] = stage.p
+    stage.compute_all(stage.request(consumers=2))
+    stage.register("d0", consumers=2)
+    stage.flush()
+    assert p.machine.on_pressure(stage.now_s) == []
+    stage.land_all()
+    stage.do(p, p.machine.on_pressure(stage.now_s))
+    assert p.reports(ReportSent)
+    stage.flush()
+    assert stage.d[0].reports(ReportReceived)
+    assert stage.idle()
