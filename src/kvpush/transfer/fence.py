@@ -1,8 +1,8 @@
 """The fence at P: source blocks are not given away while a transfer reads them, or no commit follows.
 
 The one thing that the engine's main thread and the transfer thread share. The transfer thread books each piece before
-it posts it; the main thread, when blocks are preempted, lets no further piece begin, waits a bounded time for those that
-have begun, and otherwise poisons the request: whatever its pieces read from then on can never be committed.
+it posts it. The main thread, when blocks are preempted, lets no further piece begin, waits a bounded time for those
+that have begun, and otherwise poisons the request: what its pieces read from then on can never be committed.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from kvpush.transport.base import Transport, TransportError, WriteHandle
 
 
 class PieceRefused(Exception):
-    """The piece cannot be written: the peer's registration does not fit, or the transport refuses. Nothing is posted."""
+    """The piece cannot be written: the registration does not fit, or the transport refuses. Nothing was posted."""
 
 
 @dataclass(frozen=True, slots=True)
