@@ -88,10 +88,15 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """D: the request's load fails without P having been asked (a duplicate transfer id)."""
+    """D: the request's load fails without P having been asked (a duplicate transfer id).
+
+    first_token, blocks: as in `Fetch`; the engine must be told which of its blocks hold nothing.
+    """
 
     request_id: RequestId
     reason: str
+    first_token: int
+    blocks: BlockTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,18 +106,18 @@ class ConsumerScheduler:
                 self._release(load)
             return
         load.stage = _Stage.LOADING
+        params, first_token = load.params, load.num_prompt_tokens - num_external_tokens
         if duplicate:
-            _log.warning("kvpush: transfer %s is in use; request %s is refused", load.params.transfer_id, request_id)
-            self._commands.append(Refuse(load.request_id, "duplicate"))
+            _log.warning("kvpush: transfer %s is in use; request %s is refused", params.transfer_id, request_id)
+            self._commands.append(Refuse(load.request_id, "duplicate", first_token, blocks))
             return
-        params = load.params
         self._commands.append(
             Fetch(
                 request_id=load.request_id,
                 key=SendKey(params.transfer_id, load.consumer),
                 consumers=params.consumers,
                 prompt=load.prompt,
-                first_token=load.num_prompt_tokens - num_external_tokens,
+                first_token=first_token,
                 blocks=blocks,
                 peer=(params.host, params.port),
                 engine_id=params.engine_id,

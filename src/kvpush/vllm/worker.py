@@ -47,7 +47,7 @@ class PushWorker:
         self._fence = Fence()
         self._ledger = ReportLedger()
         self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        self._fetches: dict[RequestId, Fetch] = {}
+        self._loading: dict[RequestId, tuple[int, ...]] = {}  # blocks that hold nothing until the load has ended well
         self._finished: set[RequestId] = set()
         self._early: list[Sent] = []
         self._steps: list[Progress] = []
@@ -124,8 +124,8 @@ class PushWorker:
                     self._ledger.open(command.request_id, Direction.SENDING)
                 case Fetch() | Refuse():
                     self._ledger.open(command.request_id, Direction.RECEIVING)
-                    if isinstance(command, Fetch):
-                        self._fetches[command.request_id] = command
+                    first_block = command.first_token // self._block_size
+                    self._loading[command.request_id] = command.blocks[0][first_block:]
                 case Cancel() if not self._ledger.owes(command.request_id, Direction.RECEIVING):
                     continue  # reported already: late
                 case Preempt():
@@ -177,16 +177,22 @@ class PushWorker:
                     self._sent.add(request_id)
                     self._forget(request_id)
             case LoadFailed():
-                fetch = self._fetches.get(request_id)
-                # After the request has ended its blocks concern nobody; naming them could hit another request.
-                if fetch is not None and request_id not in self._finished:
-                    self._invalid.update(fetch.blocks[0][fetch.first_token // self._block_size :])
+                self._invalidate(request_id)
             case Received() | Released():
-                self._fetches.pop(request_id, None)
+                if isinstance(result, Released):
+                    self._invalidate(request_id)  # unless that was done before: a load without it counts as received
+                self._loading.pop(request_id, None)
                 if self._ledger.report(request_id, Direction.RECEIVING):
                     self._received.add(request_id)
                     if request_id in self._finished:
                         self._forget(request_id)
+
+    def _invalidate(self, request_id: RequestId) -> None:
+        """Names the blocks of a failed load, once."""
+        blocks = self._loading.pop(request_id, ())
+        # After the request has ended its blocks concern nobody; naming them could hit another request.
+        if request_id not in self._finished:
+            self._invalid.update(blocks)
 
     def _forget(self, request_id: RequestId) -> None:
         self._finished.discard(request_id)
