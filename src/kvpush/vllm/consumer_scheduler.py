@@ -63,6 +63,7 @@ class ConsumerScheduler:
         return not (self._loads or self._transfers or self._commands or self._unannounced)
 
     def on_new_request(self, request: Any, params: Consume) -> None:
+        """A request whose KV comes from P. Raises as `identity_of` does, and books nothing then."""
         load = _Load(RequestId(request.request_id), params, request.num_prompt_tokens, identity_of(request))
         self._loads[load.request_id] = self._unannounced[load.request_id] = load
         self._transfers.setdefault(params.transfer_id, _Transfer()).loads[load.request_id] = load

@@ -76,7 +76,10 @@ def engine_info(vllm_config: Any, kv_cache_config: Any, incarnation: str) -> Eng
 
 
 def identity_of(request: Any) -> PromptIdentity:
-    """The prompt identity of a vLLM request that has token ids. Raises ValueError for an empty prompt."""
+    """The prompt identity of a vLLM request that has token ids.
+
+    Raises ValueError for an empty prompt, OverflowError or TypeError for token ids that are none.
+    """
     return prompt_identity(
         request.prompt_token_ids,
         lora=compat.lora_name(request),

@@ -56,6 +56,8 @@ def parse_params(params: Mapping[str, Any] | None, request_id: str) -> Params:
     """What a request wants of the connector; None for an ordinary one. Raises BadParams naming the key."""
     if not params:
         return None
+    if not isinstance(params, Mapping):
+        raise BadParams(f"kv_transfer_params must be a map, not {type(params).__name__}")
     if _flag(params, "kvpush_probe"):
         return Probe()
     produce, consume = _flag(params, "do_remote_decode"), _flag(params, "do_remote_prefill")
@@ -75,22 +77,26 @@ def parse_params(params: Mapping[str, Any] | None, request_id: str) -> Params:
         raise BadParams(f"remote_host is no host name: {host!r:.60}")
     port = _integer(params, "remote_port", None, 1, 65_535)
     engine_id = params.get("remote_engine_id")
-    if engine_id is not None and (not isinstance(engine_id, str) or not 1 <= len(engine_id) <= 256):
+    if engine_id is not None and not (
+        isinstance(engine_id, str) and 1 <= len(engine_id) <= 256 and engine_id.isprintable()
+    ):
         raise BadParams(f"remote_engine_id is no engine id: {engine_id!r:.60}")
     return Consume(transfer_id, consumers, host, port, engine_id, fallback)
 
 
 def _transfer_id(params: Mapping[str, Any], request_id: str) -> tuple[TransferId, bool]:
     given = params.get("transfer_id")
-    if given is None:
-        return TransferId(_SAMPLE.sub("", _SUFFIX.sub("", request_id))), True
+    fallback = given is None
+    if fallback:
+        given = _SAMPLE.sub("", _SUFFIX.sub("", request_id))
     if not isinstance(given, str):
         raise BadParams(f"transfer_id must be a string, not {type(given).__name__}")
     try:
-        check_id(given, "transfer_id")
+        # Also what comes from the request id: clients choose most of that by a header.
+        check_id(given, "the request id, used as transfer_id," if fallback else "transfer_id")
     except ValueError as error:
         raise BadParams(str(error)) from None
-    return TransferId(given), False
+    return TransferId(given), fallback
 
 
 def _flag(params: Mapping[str, Any], key: str) -> bool:

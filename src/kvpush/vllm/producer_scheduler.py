@@ -36,7 +36,11 @@ class ProducerScheduler:
         return not (self._offered or self._live or self._commands)
 
     def on_new_request(self, request: Any, params: Produce) -> None:
-        """A request whose KV is handed over; a second one under a live transfer id is served without hand-over."""
+        """A request whose KV is handed over; a second one under a live transfer id is served without hand-over.
+
+        Raises ValueError, OverflowError or TypeError, and books nothing, if its prompt has no identity.
+        """
+        prompt = identity_of(request)
         if params.transfer_id in self._live:
             _log.warning(
                 "kvpush: transfer %s is in use; request %s is served without hand-over",
@@ -46,7 +50,7 @@ class ProducerScheduler:
         request_id = RequestId(request.request_id)
         self._live[params.transfer_id] = request_id
         self._offered[request_id] = _Offered(params.transfer_id, request.num_prompt_tokens)
-        self._commands.append(Offer(request_id, params.transfer_id, identity_of(request), params.consumers))
+        self._commands.append(Offer(request_id, params.transfer_id, prompt, params.consumers))
 
     def owns(self, request_id: str) -> bool:
         return request_id in self._offered

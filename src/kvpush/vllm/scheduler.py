@@ -61,13 +61,24 @@ class PushScheduler:
         self._side_channel.set_ranks(ranks)
 
     def on_new_request(self, request: Any) -> None:
-        params = self._params(request)
-        if isinstance(params, Produce):
-            self.counters.add("transfer_id_fallbacks", amount=int(params.fallback))
-            self._producer.on_new_request(request, params)
-        elif isinstance(params, Consume):
-            self.counters.add("transfer_id_fallbacks", amount=int(params.fallback))
-            self._consumer.on_new_request(request, params)
+        """Takes up a request that is to be handed over; any other one, and what does not fit, is an ordinary request.
+
+        Never raises: no hook can refuse a request, an exception here ends the engine.
+        """
+        try:
+            params = self._params(request)
+            if isinstance(params, Produce):
+                self._producer.on_new_request(request, params)
+            elif isinstance(params, Consume):
+                self._consumer.on_new_request(request, params)
+            else:
+                return
+        except (ValueError, TypeError, OverflowError) as error:
+            # Beside BadParams: a prompt that has no identity (empty, or token ids that are none).
+            self.counters.add("bad_params")
+            _log.warning("kvpush: request %s is served without transfer: %s", request.request_id, error)
+            return
+        self.counters.add("transfer_id_fallbacks", amount=int(params.fallback))
 
     def matched_tokens(self, request_id: str, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._consumer.matched_tokens(request_id, num_computed_tokens)
@@ -98,28 +109,25 @@ class PushScheduler:
         if self._producer.owns(request_id):
             return self._producer.on_finished(request, block_ids, aborted=aborted), self._identity(request)
         params = request.kv_transfer_params
-        return False, self._identity(request) if params and params.get("kvpush_probe") is True else None
+        probed = isinstance(params, Mapping) and params.get("kvpush_probe") is True
+        return False, self._identity(request) if probed else None
 
     def close(self) -> None:
         self._side_channel.stop()
 
     def _params(self, request: Any) -> Params:
-        """What the request wants and this engine can do; anything else is served as an ordinary request."""
-        try:
-            params = parse_params(request.kv_transfer_params, request.request_id)
-            if params is None or isinstance(params, Probe):
-                return params
-            if request.prompt_token_ids is None:
-                raise BadParams("prompt_embeds have no token ids to compare: no transfer")
-            if isinstance(params, Produce) and not self._produces:
-                raise BadParams("do_remote_decode: this engine's kv_role is kv_consumer")
-            if isinstance(params, Consume) and not self._consumes:
-                raise BadParams("do_remote_prefill: this engine's kv_role is kv_producer")
+        """What the request wants. Raises BadParams if this engine cannot do that."""
+        params = parse_params(request.kv_transfer_params, request.request_id)
+        if params is None or isinstance(params, Probe):
             return params
-        except BadParams as error:
-            self.counters.add("bad_params")
-            _log.warning("kvpush: request %s is served without transfer: %s", request.request_id, error)
-            return None
+        if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
+            # Some positions may have token ids: those say nothing about the others.
+            raise BadParams("prompt_embeds have no token ids to compare")
+        if isinstance(params, Produce) and not self._produces:
+            raise BadParams("do_remote_decode: this engine's kv_role is kv_consumer")
+        if isinstance(params, Consume) and not self._consumes:
+            raise BadParams("do_remote_prefill: this engine's kv_role is kv_producer")
+        return params
 
     def _identity(self, request: Any) -> dict[str, Any]:
         """Who this engine is, in the keys that routers know; a decode engine can use it as its kv_transfer_params."""
