@@ -203,11 +203,11 @@ class Side:
 
 def _touched(region: torch.Tensor, blocks: torch.Tensor, value: int) -> int:
     """How many of these blocks hold anything but `value`. In pieces, to need little memory beside the cache."""
-    count = 0
+    count = torch.zeros((), dtype=torch.int64, device=region.device)
     for first in range(0, len(blocks), 1024):
         piece = region.index_select(0, blocks[first : first + 1024])
-        count += int((piece != value).any(dim=1).sum())
-    return count
+        count += (piece != value).any(dim=1).sum()
+    return int(count)
 
 
 def serve(pipe: Connection, role: str, shape: CacheShape, cuda: bool, threads: int) -> None:
