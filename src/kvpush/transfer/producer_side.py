@@ -51,9 +51,8 @@ class ProducerSide:
         self._counters = counters
         self._records = records
         self._results = results
-        self._tables: dict[
-            SendKey, tuple[int, Ints]
-        ] = {}  # of live sends: (attempt, the consumer's decoded block table)
+        self._offered: set[RequestId] = set()
+        self._tables: dict[SendKey, tuple[int, Ints]] = {}  # of live sends: (attempt, the consumer's block table)
 
     @property
     def idle(self) -> bool:
@@ -64,48 +63,63 @@ class ProducerSide:
         return len(self._writer) > 0 or self._sources.pending
 
     def advance(self, progress: Progress, event: Event) -> None:
-        self._sources.advance(progress, event)
+        if progress.request_id in self._offered:
+            self._sources.advance(progress, event)
 
     def command(self, command: Offer | Preempt | Finish, now_s: float) -> None:
-        request_id = command.request_id
         match command:
             case Offer():
-                actions = self._producer.on_request(
-                    request_id, command.transfer_id, command.prompt, command.consumers, now_s
-                )
-                self._records.open(request_id, command.transfer_id).mark("known", now_s)
+                self._run(self._offer(command, now_s), now_s)
             case Preempt():
-                self._counters.add("preemptions", "poisoned" if command.poisoned else "")
-                self._sources.preempt(request_id)
-                actions = self._producer.on_poisoned(request_id, now_s) if command.poisoned else []
-                actions += self._producer.on_preempted(request_id, now_s)
-                self._fence.reopen(request_id)
+                try:
+                    self._run(self._preempt(command, now_s), now_s)
+                finally:
+                    # Whatever became of it: a request that stayed closed could never be handed over.
+                    self._fence.reopen(command.request_id)
             case Finish():
-                actions = self._finish(command, now_s)
-        self._run(actions, now_s)
+                self._run(self._finish(command, now_s), now_s)
+
+    def _offer(self, offer: Offer, now_s: float) -> list[Action]:
+        try:
+            actions = self._producer.on_request(
+                offer.request_id, offer.transfer_id, offer.prompt, offer.consumers, now_s
+            )
+        except ProtocolError as error:
+            # The transfer id has a request that the engine has finished and that still waits for its consumers.
+            self._counters.add("unmatched", "duplicate")
+            _log.warning("kvpush: request %s is served without hand-over: %s", offer.request_id, error)
+            return []
+        self._offered.add(offer.request_id)
+        self._records.open(offer.request_id, offer.transfer_id).mark("known", now_s)
+        return actions
+
+    def _preempt(self, preempt: Preempt, now_s: float) -> list[Action]:
+        request_id = preempt.request_id
+        if request_id not in self._offered:
+            return []
+        self._counters.add("preemptions", "poisoned" if preempt.poisoned else "")
+        self._sources.preempt(request_id)
+        actions = self._producer.on_poisoned(request_id, now_s) if preempt.poisoned else []
+        return actions + self._producer.on_preempted(request_id, now_s)
 
     def _finish(self, finish: Finish, now_s: float) -> list[Action]:
         request_id = finish.request_id
+        if request_id not in self._offered:
+            return [ReportSent(request_id)]  # nothing reads its blocks
         ready = self._sources.settle(request_id)
-        try:
-            if finish.aborted:
-                return self._producer.on_aborted(request_id, now_s, finish.aborted)
-            if ready is not None:
-                self._run(self._producer.on_tokens(request_id, ready, now_s), now_s)
-            self._mark(request_id, "prefilled", now_s)
-            return self._producer.on_finished(request_id, now_s)
-        except ProtocolError as error:
-            # A request that was never offered (its transfer id was taken): nothing reads its blocks, give them back.
-            _log.warning("kvpush: request %s ends without a transfer: %s", request_id, error)
-            return [ReportSent(request_id)]
+        if finish.aborted:
+            return self._producer.on_aborted(request_id, now_s, finish.aborted)
+        if ready is not None:
+            self._run(self._producer.on_tokens(request_id, ready, now_s), now_s)
+        self._mark(request_id, "prefilled", now_s)
+        return self._producer.on_finished(request_id, now_s)
 
     def receive(self, agent: AgentName, message: ToProducer, now_s: float) -> None:
         self._run(self._producer.on_message(agent, message, now_s), now_s)
 
     def poll(self, now_s: float) -> None:
         for request_id, ready in self._sources.passed():
-            if self._records.get(request_id) is not None:
-                self._run(self._producer.on_tokens(request_id, ready, now_s), now_s)
+            self._run(self._producer.on_tokens(request_id, ready, now_s), now_s)
         for landed in self._writer.poll(now_s):
             self._on_landed(landed, now_s)
 
@@ -133,12 +147,21 @@ class ProducerSide:
         record = self._records.get(piece.request_id)
         if record is not None:
             record.mark_last("landed", now_s)
+            record.num_runs += landed.cost.num_runs
+            record.plan_s += landed.cost.plan_s
+            record.post_s += landed.cost.post_s
+        _log.debug(
+            "kvpush: transfer %s piece %d: tokens %d-%d, %d runs, plan %.2f ms, post %.2f ms (cpu %.2f ms), took %.2f ms",
+            piece.key.transfer_id, piece.piece, piece.first_token, piece.end_token, landed.cost.num_runs,
+            landed.cost.plan_s * 1e3, landed.cost.post_s * 1e3, landed.cost.cpu_s * 1e3, landed.took_s * 1e3,
+        )  # fmt: skip
         # While the fence is held the engine's main thread cannot poison: either it was first, and nothing commits, or
-        # the commit was, and every byte had been read before the blocks are taken.
+        # the commit was, and every byte had been read before the blocks are taken. What is decided is carried out
+        # without the fence, so that the main thread never waits for a message to leave.
         with self._fence.committing(piece.request_id) as poisoned:
             actions = self._producer.on_poisoned(piece.request_id, now_s) if poisoned else []
             actions += self._producer.on_written(piece.key, piece.piece, landed.num_bytes, landed.digest, now_s)
-            self._run(actions, now_s)
+        self._run(actions, now_s)
 
     def _run(self, actions: list[Action], now_s: float) -> None:
         """Carries out actions in order; those that follow from them come right behind."""
@@ -153,6 +176,7 @@ class ProducerSide:
                 case WritePiece():
                     queue.extendleft(reversed(self._write(action, now_s)))
                 case ReportSent():
+                    self._offered.discard(action.request_id)
                     self._sources.forget(action.request_id)
                     self._records.end(action.request_id, "sent")
                     self._results.append(Sent(action.request_id))
@@ -206,8 +230,9 @@ class ProducerSide:
         record = self._records.get(ended.request_id)
         spans = (("prefill to commit", "prefilled", "committed"), ("first write to landed", "first_write", "landed"))
         _log.info(
-            "kvpush: transfer %s committed: %d tokens, %d bytes, %d writes%s",
-            transfer_id, ended.num_tokens, ended.num_bytes, ended.num_writes, record.timing(*spans) if record else "",
+            "kvpush: transfer %s committed: %d tokens, %d bytes, %d writes%s%s",
+            transfer_id, ended.num_tokens, ended.num_bytes, ended.num_writes,
+            record.timing(*spans) if record else "", record.cost() if record else "",
         )  # fmt: skip
 
     def _mark(self, request_id: RequestId, moment: str, now_s: float) -> None:
