@@ -19,6 +19,8 @@ class Record:
     num_bytes: int = 0
     num_writes: int = 0
     num_runs: int = 0
+    plan_s: float = 0.0
+    post_s: float = 0.0
     outcome: str = ""
 
     def mark(self, moment: str, now_s: float) -> None:
@@ -34,6 +36,10 @@ class Record:
         if start not in self.times_s or end not in self.times_s:
             return None
         return (self.times_s[end] - self.times_s[start]) * 1e3
+
+    def cost(self) -> str:
+        """What it took to post its pieces, as text for a log line."""
+        return f"; {self.num_runs} runs, planned in {self.plan_s * 1e3:.2f} ms, posted in {self.post_s * 1e3:.2f} ms"
 
     def timing(self, *spans: tuple[str, str, str]) -> str:
         """Spans as text for a log line: (name, start, end), those that have both ends."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -76,11 +77,16 @@ class TransferThread:
 
     def _round(self) -> None:
         core = self._core
+        t0 = time.monotonic()
         while self._commands:
             command, event = self._commands.popleft()
             core.command(command, time.monotonic(), event)
         core.poll(time.monotonic())
         self._results.extend(core.take_results())
+        if os.environ.get("KVPUSH_TRACE_ROUNDS"):
+            took = time.monotonic() - t0
+            if took > 2e-3:
+                _log.warning("kvpush-trace: round of %.2f ms", took * 1e3)
         if core.writing:
             time.sleep(WRITING_PAUSE_S)
         else:

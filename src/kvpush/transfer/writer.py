@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,19 @@ class PieceRefused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class PieceCost:
+    """What it took to post a piece: descriptors, and the seconds of planning and of the transport's call.
+
+    cpu_s: processor time of both; what the wall clock has beyond it went to waiting (for the interpreter lock, mostly).
+    """
+
+    num_runs: int
+    plan_s: float
+    post_s: float
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Landed:
     """A piece that has ended. error: why it failed, or "" if every byte has landed."""
 
@@ -28,6 +42,7 @@ class Landed:
     num_bytes: int
     digest: PieceDigest | None
     error: str
+    cost: PieceCost
     took_s: float
 
 
@@ -37,6 +52,7 @@ class _InFlight:
     handle: WriteHandle
     num_bytes: int
     digest: PieceDigest | None
+    cost: PieceCost
     posted_s: float
 
 
@@ -57,7 +73,6 @@ class PieceWriter:
         self._transport = transport
         self._cache = cache
         self._in_flight: list[_InFlight] = []
-        self.num_runs = 0  # descriptors posted so far
 
     def __len__(self) -> int:
         return len(self._in_flight)
@@ -91,12 +106,15 @@ class PieceWriter:
             first, end = whole_blocks(piece.first_token, piece.end_token, self._cache.block_size)
             if target.block_size != self._cache.block_size:
                 raise ValueError(f"block sizes differ: {self._cache.block_size} here, {target.block_size} there")
+            start_s, start_cpu_s = time.perf_counter(), time.thread_time()
             runs = plan_runs(self._cache, source, target, target_table, first, end)
+            planned_s = time.perf_counter()
             handle = self._transport.write(piece.agent, runs, self._cache.device, target.device, b"")
         except (ValueError, TransportError) as error:
             raise PieceRefused(str(error)) from None
-        self.num_runs += len(runs)
-        self._in_flight.append(_InFlight(piece, handle, runs.num_bytes, digest, now_s))
+        cpu_s = time.thread_time() - start_cpu_s
+        cost = PieceCost(len(runs), planned_s - start_s, time.perf_counter() - planned_s, cpu_s)
+        self._in_flight.append(_InFlight(piece, handle, runs.num_bytes, digest, cost, now_s))
 
     def poll(self, now_s: float) -> list[Landed]:
         """The pieces that have ended since the last call; their handles are released."""
@@ -112,6 +130,6 @@ class PieceWriter:
             except TransportError as failure:
                 error = str(failure) or "write failed"
             self._transport.release(write.handle)
-            ended.append(Landed(write.piece, write.num_bytes, write.digest, error, now_s - write.posted_s))
+            ended.append(Landed(write.piece, write.num_bytes, write.digest, error, write.cost, now_s - write.posted_s))
         self._in_flight = open_writes
         return ended

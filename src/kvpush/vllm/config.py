@@ -31,7 +31,9 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     side_channel_host, side_channel_port: where this engine's side channel listens, and what peers are told; with data
     parallelism each rank takes the next port. allowed_hosts: names, addresses or networks that may be connected to.
-    backends, num_threads: of NIXL. stream: push whole blocks after every chunk of the prompt. integrity: compare
+    backends, num_threads: of NIXL; by default 4 threads on GPUs, none on the CPU. switch_interval_s: how long the engine's
+    main thread may keep the interpreter while the transfer thread wants it (Python's default is 5 ms; 0 leaves it).
+    stream: push whole blocks after every chunk of the prompt. integrity: compare
     digests of the KV at both sides (slow; for tests). recompute_below_tokens: what D's own cache lacks and D computes
     itself rather than ask for it; default one block. preempt_wait_s: how long P may wait for writes before it takes
     blocks back. timing: the protocol's bounds; its fields stand beside the others in the configuration.
@@ -41,7 +43,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     side_channel_port: int = DEFAULT_PORT
     allowed_hosts: tuple[str, ...] = DEFAULT_ALLOWED
     backends: tuple[str, ...] = ("UCX",)
-    num_threads: int = 0
+    num_threads: int | None = None
+    switch_interval_s: float = 0.0005
     stream: bool = True
     integrity: IntegrityMode = "off"
     recompute_below_tokens: int | None = None
@@ -56,8 +59,10 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("side_channel_host is empty")
         if not self.backends:
             raise ValueError("backends is empty; UCX is the usual one")
-        if not 0 <= self.num_threads <= 64:
+        if self.num_threads is not None and not 0 <= self.num_threads <= 64:
             raise ValueError(f"num_threads must be 0 to 64, got {self.num_threads}")
+        if not 0 <= self.switch_interval_s <= 1:
+            raise ValueError(f"switch_interval_s must be 0 (leave it) to 1, got {self.switch_interval_s}")
         if self.recompute_below_tokens is not None and self.recompute_below_tokens < 1:
             raise ValueError(f"recompute_below_tokens must be at least 1, got {self.recompute_below_tokens}")
         if not 0 <= self.preempt_wait_s <= 1:
