@@ -21,7 +21,7 @@ from kvpush.transfer.integrity import Digester
 from kvpush.transfer.records import Records
 from kvpush.transfer.results import Result, Sent
 from kvpush.transfer.sources import Event, Sources
-from kvpush.transfer.writer import Landed, PieceRefused, PieceWriter
+from kvpush.transfer.writer import Landed, PieceLost, PieceRefused, PieceWriter
 from kvpush.transport.base import Transport
 
 _log = logging.getLogger(__name__)
@@ -52,11 +52,17 @@ class ProducerSide:
         self._records = records
         self._results = results
         self._offered: set[RequestId] = set()
+        self._lost: list[WritePiece] = []  # they have failed, but bytes of them may still land
         self._tables: dict[SendKey, tuple[int, Ints]] = {}  # of live sends: (attempt, the consumer's block table)
 
     @property
     def idle(self) -> bool:
         return self._producer.idle and not len(self._writer) and not len(self._sources)
+
+    @property
+    def suspects(self) -> set[AgentName]:
+        """Incarnations whose proven end would make lost pieces harmless."""
+        return {piece.agent for piece in self._lost}
 
     @property
     def writing(self) -> bool:
@@ -99,7 +105,9 @@ class ProducerSide:
             return []
         self._counters.add("preemptions", "poisoned" if preempt.poisoned else "")
         self._sources.preempt(request_id)
-        actions = self._producer.on_poisoned(request_id, now_s) if preempt.poisoned else []
+        # The fence does not wait for pieces that were lost; for the protocol they read on.
+        poisoned = preempt.poisoned or any(piece.request_id == request_id for piece in self._lost)
+        actions = self._producer.on_poisoned(request_id, now_s) if poisoned else []
         return actions + self._producer.on_preempted(request_id, now_s)
 
     def _finish(self, finish: Finish, now_s: float) -> list[Action]:
@@ -126,6 +134,13 @@ class ProducerSide:
     def tick(self, now_s: float) -> None:
         self._run(self._producer.on_tick(now_s), now_s)
 
+    def gone(self, agent: AgentName, now_s: float) -> None:
+        """Proof that an incarnation does not exist any more: nothing lands there."""
+        lost = [piece for piece in self._lost if piece.agent == agent]
+        self._lost = [piece for piece in self._lost if piece.agent != agent]
+        for piece in lost:
+            self._run(self._producer.on_write_failed(piece.key, piece.piece, "write_lost", now_s), now_s)
+
     def on_connection(self, event: ConnectionEvent, now_s: float) -> None:
         match event:
             case Connected():
@@ -137,6 +152,9 @@ class ProducerSide:
     def _on_landed(self, landed: Landed, now_s: float) -> None:
         piece = landed.piece
         self._fence.end(piece.request_id)
+        if landed.may_land:
+            self._lose(piece, landed.error)
+            return
         if landed.error:
             self._counters.add("writes_failed")
             _log.warning("kvpush: a write of transfer %s failed: %s", piece.key.transfer_id, landed.error)
@@ -151,7 +169,7 @@ class ProducerSide:
             record.plan_s += landed.cost.plan_s
             record.post_s += landed.cost.post_s
         _log.debug(
-            "kvpush: transfer %s piece %d: tokens %d-%d, %d runs, plan %.2f ms, post %.2f ms (cpu %.2f ms), took %.2f ms",
+            "kvpush: transfer %s piece %d: tokens %d-%d, %d runs, plan %.2f ms, post %.2f ms (cpu %.2f ms), in %.2f ms",
             piece.key.transfer_id, piece.piece, piece.first_token, piece.end_token, landed.cost.num_runs,
             landed.cost.plan_s * 1e3, landed.cost.post_s * 1e3, landed.cost.cpu_s * 1e3, landed.took_s * 1e3,
         )  # fmt: skip
@@ -162,6 +180,17 @@ class ProducerSide:
             actions = self._producer.on_poisoned(piece.request_id, now_s) if poisoned else []
             actions += self._producer.on_written(piece.key, piece.piece, landed.num_bytes, landed.digest, now_s)
         self._run(actions, now_s)
+
+    def _lose(self, piece: WritePiece, error: str) -> None:
+        """A write has ended badly, and nobody knows whether the rest of it lands.
+
+        For the protocol it stays in flight, so that its attempt never commits and is never called quiet. Its connection
+        is given up, which fails at once whatever else goes there.
+        """
+        self._counters.add("writes_lost")
+        self._lost.append(piece)
+        _log.error("kvpush: a write of transfer %s failed and may still land: %s", piece.key.transfer_id, error)
+        self._connections.drop(piece.agent, f"write_lost: {error}")
 
     def _run(self, actions: list[Action], now_s: float) -> None:
         """Carries out actions in order; those that follow from them come right behind."""
@@ -193,6 +222,10 @@ class ProducerSide:
             return self._producer.on_not_posted(piece.key, piece.piece, now_s)
         try:
             self._post(piece, now_s)
+        except PieceLost as error:
+            self._fence.end(piece.request_id)
+            self._lose(piece, str(error))
+            return []
         except PieceRefused as error:
             self._fence.end(piece.request_id)
             self._counters.add("writes_refused")

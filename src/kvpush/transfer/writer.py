@@ -21,6 +21,10 @@ class PieceRefused(Exception):
     """The piece cannot be written: the registration does not fit, or the transport refuses. Nothing was posted."""
 
 
+class PieceLost(Exception):
+    """The piece could not be posted as a whole, and bytes of it may land all the same."""
+
+
 @dataclass(frozen=True, slots=True)
 class PieceCost:
     """What it took to post a piece: descriptors, and the seconds of planning and of the transport's call.
@@ -36,12 +40,16 @@ class PieceCost:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """A piece that has ended. error: why it failed, or "" if every byte has landed."""
+    """A piece that has ended. error: why it failed, or "" if every byte has landed.
+
+    may_land: it has failed, but bytes of it may still land: nobody may be told that all is quiet.
+    """
 
     piece: WritePiece
     num_bytes: int
     digest: PieceDigest | None
     error: str
+    may_land: bool
     cost: PieceCost
     took_s: float
 
@@ -96,7 +104,7 @@ class PieceWriter:
         digest: PieceDigest | None,
         now_s: float,
     ) -> None:
-        """Plans and posts one piece. source: block ids of the request at P. Raises PieceRefused.
+        """Plans and posts one piece. source: block ids of the request at P. Raises PieceRefused or PieceLost.
 
         Whole blocks travel: how a backend arranges the tokens inside a block is its own business (vLLM's CPU attention
         packs the keys of a block), so bytes of single tokens mean nothing by themselves. The slots behind the last
@@ -110,7 +118,9 @@ class PieceWriter:
             runs = plan_runs(self._cache, source, target, target_table, first, end)
             planned_s = time.perf_counter()
             handle = self._transport.write(piece.agent, runs, self._cache.device, target.device, b"")
-        except (ValueError, TransportError) as error:
+        except TransportError as error:
+            raise (PieceLost if error.may_land else PieceRefused)(str(error)) from None
+        except ValueError as error:
             raise PieceRefused(str(error)) from None
         cpu_s = time.thread_time() - start_cpu_s
         cost = PieceCost(len(runs), planned_s - start_s, time.perf_counter() - planned_s, cpu_s)
@@ -122,14 +132,15 @@ class PieceWriter:
             return []
         ended, open_writes = [], []
         for write in self._in_flight:
-            error = ""
+            error, may_land = "", False
             try:
                 if not self._transport.done(write.handle):
                     open_writes.append(write)
                     continue
             except TransportError as failure:
-                error = str(failure) or "write failed"
+                error, may_land = str(failure) or "write failed", failure.may_land
             self._transport.release(write.handle)
-            ended.append(Landed(write.piece, write.num_bytes, write.digest, error, write.cost, now_s - write.posted_s))
+            took_s = now_s - write.posted_s
+            ended.append(Landed(write.piece, write.num_bytes, write.digest, error, may_land, write.cost, took_s))
         self._in_flight = open_writes
         return ended
