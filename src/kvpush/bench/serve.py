@@ -27,7 +27,7 @@ from kvpush.bench.engines import EngineError, EngineOptions, EnginePair
 from kvpush.bench.environment import Environment, command_line, environment, now_iso
 from kvpush.bench.raw import CellResult, ServeRaw, write_raw
 from kvpush.bench.record import figures
-from kvpush.bench.session import PairSession, TimeIsUp
+from kvpush.bench.session import PairSession, TimeIsUp, engines_say
 from kvpush.bench.shapes import SHAPES, Shape, shape_named, vocabulary_of, write_synthetic_model
 from kvpush.bench.workload import Cell, parse_cells
 from kvpush.launch.errors import LaunchError
@@ -246,6 +246,7 @@ class PairRun:
                     self.raw.unfinished.remove(f"{pool}/{cell.isl}/{cell.qps:g}")
                 self.save()
                 print(describe(self.connector, result), flush=True)
+                print(f"  {engines_say(result)}", flush=True)
                 for warning in result.warnings:
                     print(f"  WARNING {warning}", flush=True)
                 good = good and result.complete and not result.errors

@@ -18,7 +18,7 @@ from kvpush.bench.environment import now_iso
 from kvpush.bench.load import run_closed_loop, run_open_loop
 from kvpush.bench.observe import LogTail, increase, parse_transfers, read_counters
 from kvpush.bench.raw import CellResult, Load, rounded
-from kvpush.bench.record import RequestRecord
+from kvpush.bench.record import RequestRecord, median
 from kvpush.bench.workload import Cell
 
 if TYPE_CHECKING:
@@ -179,6 +179,25 @@ def moved(result: CellResult) -> int | None:
         if "vllm:nixl_xfer_time_seconds_count" in counters
     ]
     return round(max(counts)) if counts else None
+
+
+def engines_say(result: CellResult) -> str:
+    """The engines' own numbers of a cell in one line, per transfer; empty if they have none."""
+    ours, parts = result.transfers, []
+    if ours is not None and ours.committed:
+        each = ours.committed_bytes / ours.committed / 1e6
+        parts = [f"{ours.committed} committed, {ours.received} received", f"{each:.1f} MB"]
+        parts.append(f"{ours.writes / ours.committed:.1f} writes")
+        names = sorted({name for spans in ours.spans_ms.values() for name in spans})
+        for name in names:
+            values = [spans[name] for spans in ours.spans_ms.values() if name in spans]
+            parts.append(f"{name} p50 {median(values):.2f} ms")
+    for counters in (result.prefill_counters, result.decode_counters):
+        for name, total in counters.items():
+            count = counters.get(f"{name.removesuffix('_sum')}_count")
+            if name.endswith("_sum") and count:
+                parts.append(f"{name.removeprefix('vllm:').removesuffix('_sum')} {total / count:.6g}")
+    return ", ".join(parts)
 
 
 def cell_warnings(result: CellResult) -> list[str]:
