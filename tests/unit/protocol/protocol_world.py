@@ -12,107 +12,29 @@ import heapq
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import TypeVar
 
+from protocol_referee import Referee
+from protocol_world_parts import (
+    GHOST_S,
+    NEVER_S,
+    TICK_S,
+    ConsumerNode,
+    Memory,
+    Node,
+    ProducerNode,
+    Source,
+    Write,
+)
+
 from kvpush.protocol import actions as act
-from kvpush.protocol.consumer import Consumer
 from kvpush.protocol.errors import ProtocolError
 from kvpush.protocol.ids import AgentName, PeerAddress, RequestId, SendKey, TransferId
 from kvpush.protocol.messages import Message, PieceDigest, decode, encode
 from kvpush.protocol.producer import Producer
 from kvpush.protocol.prompt import PromptIdentity, prompt_identity
-from kvpush.protocol.timing import Timing
 
 T = TypeVar("T")
-
-BLOCK_SIZE = 4
-TICK_S = 0.25
-GHOST_S = 1.0  # how long a dead process's writes may still land
-NEVER_S = 1e9
-TIMING = Timing(
-    rendezvous_timeout_s=3.0,
-    unclaimed_timeout_s=5.0,
-    announced_timeout_s=10.0,
-    admission_timeout_s=6.0,
-    peer_timeout_s=2.0,
-    ping_interval_s=0.5,
-    write_timeout_s=4.0,
-    abort_drain_s=0.5,
-    tombstone_s=4.0,
-)
-
-
-@dataclass(eq=False)
-class Memory:
-    """The blocks of one D request at one rank. tokens: per writing address, what each token holds."""
-
-    node: ConsumerNode
-    request_id: RequestId
-    prompt: PromptIdentity
-    first_token: int
-    writers: list[PeerAddress]
-    tokens: dict[PeerAddress, list[object]] = field(default_factory=dict)
-    in_flight: int = 0
-    held: bool = True
-    wanted: bool = True
-    reports: Counter[str] = field(default_factory=Counter)
-
-    def __post_init__(self) -> None:
-        self.tokens = {address: [None] * self.prompt.num_tokens for address in self.writers}
-
-
-@dataclass(eq=False)
-class Source:
-    """A request of the P engine. epoch: counts the block tables that it has had; closed: a preemption is under way."""
-
-    request_id: RequestId
-    transfer_id: TransferId
-    prompt: PromptIdentity
-    ready: int = 0
-    epoch: int = 0
-    closed: bool = False
-    finished: bool = False
-    sent: set[PeerAddress] = field(default_factory=set)
-
-
-@dataclass(eq=False)
-class Write:
-    """A piece on its way. land_s: when its bytes arrive; NEVER_S if only the end of the world frees it."""
-
-    node: ProducerNode
-    action: act.WritePiece
-    source: Source
-    epoch: int
-    memory: Memory
-    good: bool
-    ended: bool = False
-
-
-@dataclass(eq=False)
-class Node:
-    agent: AgentName
-    address: PeerAddress
-    alive: bool = True
-    dead_since_s: float = 0.0
-    stopped_until_s: float = 0.0
-
-
-@dataclass(eq=False)
-class ProducerNode(Node):
-    producer: Producer = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.producer = Producer(TIMING, block_size=BLOCK_SIZE, max_tombstones=8)
-
-
-@dataclass(eq=False)
-class ConsumerNode(Node):
-    consumer: Consumer = field(init=False)
-    memories: dict[RequestId, Memory] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.consumer = Consumer(TIMING, self.address)
 
 
 class World:
@@ -147,6 +69,7 @@ class World:
             for address in engine:
                 self.start(address, ConsumerNode)
         self.used: list[TransferId] = []
+        self.referee = Referee(self)
 
     # The course of the world
 
@@ -160,7 +83,7 @@ class World:
             if all(self.idle(node) for node in self.live()):
                 break
             self.advance(0.5)
-        self.check_end()
+        self.referee.at_end()
 
     def happenings(self) -> list[Callable[[], None]]:
         often = [self.dispatch, self.compute, self.compute, self.compute, self.nothing]
@@ -177,19 +100,16 @@ class World:
         for node in self.live():
             node.stopped_until_s = 0.0
         self.advance(2.0)  # every leg that was dispatched has come
+        last = self.random.random()
+        if last < 0.1:
+            self.bury(self.p_addresses)
+            self.sources.clear()
+        elif last < 0.2:
+            self.bury(self.random.choice(self.d_engines))
         for write in list(self.writes):
             self.later(self.random.random(), lambda write=write: self.land(write))  # type: ignore[misc]
         for source in list(self.sources.values()):
             self.later(self.random.random() + 0.5, lambda source=source: self.complete(source))  # type: ignore[misc]
-
-    def check_end(self) -> None:
-        for node in self.live():
-            self.expect(self.idle(node), f"{node.agent} is not idle at the end")
-        for source in self.sources.values():
-            self.expect(len(source.sent) == len(self.p_addresses), f"{source.request_id} was not sent by every rank")
-        for memory in self.memories:
-            if memory.node.alive:
-                self.expect(not memory.held, f"{memory.request_id} never ended at {memory.node.address}")
 
     # Time
 
@@ -289,7 +209,7 @@ class World:
                     request_id, key, prompt, first_token, parts, consumers, self.p_addresses, self.now_s, targets
                 )
             except ProtocolError as error:
-                self.expect(error.fault == "local", str(error))
+                self.referee.expect(error.fault == "local", str(error))
                 continue  # a live request has this key: a failed load
             self.by_blocks[name] = memory
             self.memories.append(memory)
@@ -400,6 +320,12 @@ class World:
             # What a dead process had posted lands within a moment, or never.
             self.later(self.random.random() * GHOST_S, lambda write=write: self.land(write))  # type: ignore[misc]
 
+    def bury(self, addresses: list[PeerAddress]) -> None:
+        """An engine dies and does not come back: the others must end without it."""
+        self.note("bury", addresses[0])
+        for address in addresses:
+            self.kill(self.at.pop(address))
+
     def start(self, address: PeerAddress, kind: type[Node]) -> None:
         node = kind(AgentName(self.name(f"{address.host}-{address.tp_rank}-")), address)
         self.nodes[node.agent] = self.at[address] = node
@@ -425,11 +351,11 @@ class World:
                     request_id = action.request_id
                     self.later(self.random.choice([0.0, 0.3]), lambda r=request_id: self.verified(node, r))  # type: ignore[misc]
                 case act.ReportSent():
-                    self.on_sent(node, action)
+                    self.referee.on_sent(node, action)
                 case act.SendEnded():
-                    self.on_ended(node, action)
+                    self.referee.on_ended(node, action)
                 case act.ReportReceived() | act.ReportFailed() | act.ReportReleased():
-                    self.on_report(node, action)
+                    self.referee.on_report(node, action)
                 case act.Quarantined():
                     self.seen["quarantined"] += 1
                 case act.TransferUnknown():
@@ -473,7 +399,7 @@ class World:
         try:
             self.do(node, machine.on_message(sender.agent, message, self.now_s))
         except ProtocolError as error:
-            self.expect(error.fault == "peer", str(error))
+            self.referee.expect(error.fault == "peer", str(error))
             self.seen["dropped"] += 1
 
     def connect(self, node: Node, action: act.Connect) -> None:
@@ -492,12 +418,12 @@ class World:
             return node.producer.on_write_failed(action.key, action.piece, "post_failed", self.now_s)
         send = node.producer.send(action.key)
         assert send is not None
-        self.expect(action.end_token <= source.ready, f"{action} is posted, {source.ready} tokens exist")
-        self.expect(node.address not in source.sent, f"{action} reads blocks that were given back")
+        self.referee.expect(action.end_token <= source.ready, f"{action} is posted, {source.ready} tokens exist")
+        self.referee.expect(node.address not in source.sent, f"{action} reads blocks that were given back")
         memory = self.by_blocks[b"".join(send.registration.blocks[0])]
-        self.expect(memory.node.agent == action.agent, f"{action} goes to {memory.node.agent}")
+        self.referee.expect(memory.node.agent == action.agent, f"{action} goes to {memory.node.agent}")
         if memory.node.alive:
-            self.expect(memory.held, f"{action} is posted into memory that D has given away")
+            self.referee.expect(memory.held, f"{action} is posted into memory that D has given away")
         memory.in_flight += 1
         write = Write(node, action, source, source.epoch, memory, good=self.random.random() >= self.loss)
         self.writes.append(write)
@@ -514,7 +440,7 @@ class World:
         memory, action = write.memory, write.action
         memory.in_flight -= 1
         if memory.node.alive:
-            self.expect(memory.held, f"{action} lands in memory that D has given away")
+            self.referee.expect(memory.held, f"{action} lands in memory that D has given away")
         source = write.source
         intact = write.epoch == source.epoch and write.node.address not in source.sent and write.node.alive
         tokens = memory.tokens[write.node.address]
@@ -545,57 +471,6 @@ class World:
         if node.alive and isinstance(node, ConsumerNode):
             self.do(node, node.consumer.on_verified(request_id, self.random.random() >= self.loss / 4, self.now_s))
 
-    # What the machines report
-
-    def on_sent(self, node: Node, action: act.ReportSent) -> None:
-        source = self.sources[action.request_id]
-        self.expect(source.finished, f"{action.request_id} is reported sent before it has finished")
-        self.expect(node.address not in source.sent, f"{action.request_id} is reported sent twice")
-        assert isinstance(node, ProducerNode)
-        for write in self.writes:
-            if write.node is node and write.source is source and write.epoch == source.epoch:
-                send = node.producer.send(write.action.key)
-                poisoned = send is not None and send.poisoned
-                self.expect(poisoned, f"{action.request_id} is given back while {write.action} reads it")
-                self.seen["read after free"] += 1
-        source.sent.add(node.address)
-        self.seen["sent"] += 1
-
-    def on_ended(self, node: Node, action: act.SendEnded) -> None:
-        self.seen[f"send {action.state}"] += 1
-        self.seen[f"send {action.reason}"] += 1
-        if action.state == "committed":
-            assert isinstance(node, ProducerNode)
-            send = node.producer.send(action.key)
-            self.expect(send is None or not send.poisoned, f"{action.key} is committed although it is poisoned")
-
-    def on_report(self, node: Node, action: act.ReportReceived | act.ReportFailed | act.ReportReleased) -> None:
-        assert isinstance(node, ConsumerNode)
-        memory = node.memories[action.request_id]
-        reports = memory.reports
-        kind = type(action).__name__.removeprefix("Report").lower()
-        name = f"{action.request_id} at {node.agent}"
-        reports[kind] += 1
-        self.seen[kind] += 1
-        self.expect(reports[kind] == 1, f"{name} is reported {kind} twice")
-        self.expect(not (reports["received"] and reports["released"]), f"{name}: received and released")
-        self.expect(not (reports["received"] and reports["failed"]), f"{name}: received and failed")
-        if kind == "failed":
-            self.seen[f"failed {action.reason}"] += 1  # type: ignore[union-attr]
-            self.expect(not reports["released"], f"{name}: failed after it was released")
-            self.expect(memory.wanted, f"{name}: failed, though nobody waits")
-            return
-        self.expect(memory.in_flight == 0, f"{name} is {kind} while {memory.in_flight} pieces are in flight to it")
-        memory.held = False
-        if kind == "released":
-            self.expect(bool(reports["failed"]) == memory.wanted or not memory.wanted, f"{name}: released, not failed")
-        else:
-            for address, tokens in memory.tokens.items():
-                self.expect(
-                    all(token == memory.prompt for token in tokens[memory.first_token :]),
-                    f"{name} is received, but {address} wrote {tokens} from {memory.first_token} on",
-                )
-
     # Helpers
 
     def tell(self, source: Source, call: Callable[[Producer], list[act.Action]]) -> None:
@@ -616,11 +491,11 @@ class World:
         return any(self.at[address].stopped_until_s > self.now_s for address in addresses)
 
     def p_nodes(self) -> list[ProducerNode]:
-        return [node for address in self.p_addresses if isinstance(node := self.at[address], ProducerNode)]
+        return [node for address in self.p_addresses if isinstance(node := self.at.get(address), ProducerNode)]
 
     def d_nodes(self, engine: list[PeerAddress] | None) -> list[ConsumerNode]:
         addresses = [address for ranks in self.d_engines for address in ranks] if engine is None else engine
-        return [node for address in addresses if isinstance(node := self.at[address], ConsumerNode)]
+        return [node for address in addresses if isinstance(node := self.at.get(address), ConsumerNode)]
 
     def pick(self, candidates: Iterable[T]) -> T | None:
         found = list(candidates)
@@ -633,7 +508,3 @@ class World:
     def note(self, *parts: object) -> None:
         if self.traced:
             self.trace.append(" ".join([f"{self.now_s:8.3f}", *map(str, parts)]))
-
-    def expect(self, holds: bool, rule: str) -> None:
-        if not holds:
-            raise AssertionError(f"world {self.seed} at {self.now_s:.3f} s: {rule}")
