@@ -69,32 +69,47 @@ class Disconnected:
 Event = Delivered | Undelivered | Connected | Unreachable | Disconnected
 
 
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """A message that waits. agent, engine_id: who alone may get it."""
+
+    message: Message
+    agent: AgentName | None
+    engine_id: str | None
+
+
 @dataclass(slots=True)
 class _Waiting:
     """What waits for the handshake with one address."""
 
-    messages: deque[tuple[Message, AgentName | None]] = field(default_factory=deque)
+    messages: deque[_Queued] = field(default_factory=deque)
     agents: set[AgentName] = field(default_factory=set)
 
 
 class Connections:
     """Owned by the transfer thread. Every method returns at once; what happens comes out of `take`.
 
-    wants_sent: asked before a message that had to wait leaves after all.
+    wants_sent: asked before a message that had to wait leaves after all. needs: whether an incarnation must be
+    remembered, because its end may have to be proven.
     """
 
     def __init__(
-        self, transport: Transport, dialer: Dialer, counters: Counters, wants_sent: Callable[[Message], bool]
+        self,
+        transport: Transport,
+        dialer: Dialer,
+        counters: Counters,
+        wants_sent: Callable[[Message], bool],
+        needs: Callable[[AgentName], bool],
     ) -> None:
         self._transport = transport
         self._dialer = dialer
         self._counters = counters
         self._wants_sent = wants_sent
+        self._needs = needs
         self._by_address: dict[PeerAddress, Answer] = {}
-        self._by_agent: dict[AgentName, tuple[PeerAddress, Answer]] = {}
-        self._known: dict[AgentName, Answer] = {}
+        self._by_agent: dict[AgentName, Answer] = {}
+        self._known: dict[AgentName, tuple[PeerAddress, Answer]] = {}
         self._waiting: dict[PeerAddress, _Waiting] = {}
-        self._engine_ids: dict[PeerAddress, str | None] = {}
         self._events: deque[Event] = deque()
 
     @property
@@ -103,26 +118,16 @@ class Connections:
 
     def answer(self, agent: AgentName) -> Answer | None:
         """What the handshake said about an incarnation that is connected."""
-        entry = self._by_agent.get(agent)
-        return None if entry is None else entry[1]
+        return self._by_agent.get(agent)
 
-    def known(self, agent: AgentName) -> Answer | None:
-        """The same, also for one that was connected earlier (its process is asked for when it must be proven gone)."""
+    def known(self, agent: AgentName) -> tuple[PeerAddress, Answer] | None:
+        """Where an incarnation is or was, and what it said: its process is asked for if it must be proven gone."""
         return self._known.get(agent)
 
     def take(self) -> list[Event]:
         events = list(self._events)
         self._events.clear()
         return events
-
-    def expect(self, address: PeerAddress, engine_id: str | None) -> None:
-        """Somebody says which engine answers at an address; a cached connection to another one is dropped."""
-        if engine_id is None:
-            return
-        self._engine_ids[address] = engine_id
-        current = self._by_address.get(address)
-        if current is not None and current.engine_id != engine_id:
-            self.drop(AgentName(current.agent), f"engine {engine_id} is expected at {address}")
 
     def connect(self, address: PeerAddress, agent: AgentName) -> None:
         """Gets ready to write to an incarnation: Connected or Unreachable follows."""
@@ -131,21 +136,27 @@ class Connections:
         else:
             self._wait(address).agents.add(agent)
 
-    def send(self, address: PeerAddress, message: Message, agent: AgentName | None) -> None:
-        """Sends, or keeps, a message: Delivered or Undelivered follows. agent: the only incarnation that may get it."""
-        if address in self._waiting:
-            self._keep(address, message, agent)
-            return
-        current = self._by_address.get(address)
+    def send(
+        self, address: PeerAddress, message: Message, agent: AgentName | None, engine_id: str | None = None
+    ) -> None:
+        """Sends, or keeps, a message: Delivered or Undelivered follows.
+
+        agent: the only incarnation that may get it. engine_id: the only engine, as the client says; being wrong about
+        that is no reason to give up a connection that others use.
+        """
         if agent is not None and agent in self._by_agent:
             self._deliver(address, message, agent)
-        elif current is None:
-            self._keep(address, message, agent)
+            return
+        queued = _Queued(message, agent, engine_id)
+        current = self._by_address.get(address)
+        if current is None or address in self._waiting:
+            self._keep(address, queued)
         elif agent is not None:
             self._events.append(Undelivered(address, message, "peer_restarted"))
+        elif engine_id not in (None, current.engine_id):
+            self._keep(address, queued)  # that engine may have taken the place: ask who is there now
         elif not self._deliver(address, message, AgentName(current.agent), final=False):
-            # The cached connection was stale: whoever is there now shall get it.
-            self._keep(address, message, None)
+            self._keep(address, queued)  # the connection was stale: whoever is there now shall get it
 
     def poll(self) -> None:
         """Takes up handshakes that have ended."""
@@ -158,34 +169,35 @@ class Connections:
                 self._refuse(dialed.address, waiting, error)
             else:
                 assert dialed.answer is not None
-                self._flush(dialed.address, waiting, AgentName(dialed.answer.agent))
+                self._flush(dialed.address, waiting, dialed.answer)
 
     def drop(self, agent: AgentName, reason: str) -> None:
         """Forgets a connection, so that the next use makes a new one."""
-        entry = self._by_agent.pop(agent, None)
-        if entry is None:
+        if self._by_agent.pop(agent, None) is None:
             return
-        address, answer = entry
-        if self._by_address.get(address) == answer:
+        # It may be known under several addresses: a host has more than one name.
+        addresses = [address for address, answer in self._by_address.items() if answer.agent == agent]
+        for address in addresses:
             del self._by_address[address]
         self._transport.disconnect(agent)
         self._counters.add("disconnects", reason.split(":")[0])
-        _log.warning("kvpush: connection to %s (%s) dropped: %s", address, agent, reason)
+        where = ", ".join(str(address) for address in addresses)
+        _log.warning("kvpush: connection to %s (%s) dropped: %s", where, agent, reason)
         self._events.append(Disconnected(agent, reason))
 
     def _wait(self, address: PeerAddress) -> _Waiting:
         waiting = self._waiting.get(address)
         if waiting is None:
             waiting = self._waiting[address] = _Waiting()
-            self._dialer.dial(address, self._engine_ids.pop(address, None))
+            self._dialer.dial(address)
         return waiting
 
-    def _keep(self, address: PeerAddress, message: Message, agent: AgentName | None) -> None:
+    def _keep(self, address: PeerAddress, queued: _Queued) -> None:
         waiting = self._wait(address)
         if len(waiting.messages) >= MAX_WAITING:
-            self._events.append(Undelivered(address, message, "too many messages wait for the handshake"))
+            self._events.append(Undelivered(address, queued.message, "too many messages wait for the handshake"))
         else:
-            waiting.messages.append((message, agent))
+            waiting.messages.append(queued)
 
     def _join(self, address: PeerAddress, answer: Answer) -> str:
         """Connects to who answered; returns why that was not possible, or ""."""
@@ -200,29 +212,42 @@ class Connections:
         if name != agent:
             self._transport.disconnect(name)
             return f"handshake refused: {address} says that it is {agent}, its metadata says {name}"
-        self._by_address[address] = answer
-        self._by_agent[agent] = (address, answer)
-        self._known[agent] = answer
-        while len(self._known) > MAX_KNOWN:
-            del self._known[next(iter(self._known))]
+        self._by_address[address] = self._by_agent[agent] = answer
+        self._remember(agent, address, answer)
         _log.info("kvpush: connected to engine %s at %s (%s)", answer.engine_id, address, agent)
         return ""
+
+    def _remember(self, agent: AgentName, address: PeerAddress, answer: Answer) -> None:
+        self._known.pop(agent, None)
+        self._known[agent] = (address, answer)
+        if len(self._known) > MAX_KNOWN:
+            spare = (old for old in self._known if old not in self._by_agent and not self._needs(old))
+            forgotten = next(spare, None)
+            if forgotten is not None:
+                del self._known[forgotten]
 
     def _refuse(self, address: PeerAddress, waiting: _Waiting, error: str) -> None:
         self._counters.add("handshakes_failed", error.split(":")[0])
         _log.warning("kvpush: no connection to %s: %s", address, error)
         self._events += [Unreachable(agent, error) for agent in waiting.agents]
-        self._events += [Undelivered(address, message, error) for message, _ in waiting.messages]
+        self._events += [Undelivered(address, queued.message, error) for queued in waiting.messages]
 
-    def _flush(self, address: PeerAddress, waiting: _Waiting, found: AgentName) -> None:
+    def _flush(self, address: PeerAddress, waiting: _Waiting, answer: Answer) -> None:
+        found = AgentName(answer.agent)
         for wanted in waiting.agents:
             fits = wanted == found
             self._events.append(Connected(wanted) if fits else Unreachable(wanted, "peer_restarted"))
-        for message, agent in waiting.messages:
+        for queued in waiting.messages:
+            message = queued.message
             if not self._wants_sent(message):
                 self._events.append(Undelivered(address, message, "given up"))
-            elif agent not in (None, found):
+            elif queued.agent not in (None, found):
                 self._events.append(Undelivered(address, message, "peer_restarted"))
+            elif queued.engine_id not in (None, answer.engine_id):
+                self._counters.add("handshakes_failed", "handshake wrong_engine")
+                error = f"{address} is engine {answer.engine_id}, {queued.engine_id} was expected there"
+                _log.warning("kvpush: handshake wrong_engine: %s", error)
+                self._events.append(Undelivered(address, message, f"handshake wrong_engine: {error}"))
             elif found not in self._by_agent:
                 self._events.append(Undelivered(address, message, "disconnected"))  # broke in the middle of the queue
             else:
@@ -232,6 +257,11 @@ class Connections:
         """Sends over an existing connection; one that breaks is dropped, and the message is lost if `final`."""
         try:
             self._transport.notify(agent, encode(message))
+        except ValueError as error:
+            self._counters.add("messages_dropped", "too_long")
+            _log.error("kvpush: %s", error)
+            self._events.append(Undelivered(address, message, "too_long"))
+            return True
         except TransportError as error:
             self._counters.add("notify_failed")
             self.drop(agent, f"disconnected: {error}")

@@ -18,8 +18,8 @@ from kvpush.protocol.actions import (
 )
 from kvpush.protocol.consumer import Consumer
 from kvpush.protocol.errors import ProtocolError
-from kvpush.protocol.ids import AgentName, PeerAddress, RequestId
-from kvpush.protocol.messages import ToConsumer
+from kvpush.protocol.ids import AgentName, PeerAddress, RequestId, SendKey
+from kvpush.protocol.messages import Register, ToConsumer
 from kvpush.transfer.commands import Announce, BlockTable, Cancel, Fetch, Refuse, Release, SideChannel, Withdraw
 from kvpush.transfer.connections import Connections, Delivered, Disconnected, Undelivered
 from kvpush.transfer.connections import Event as ConnectionEvent
@@ -57,10 +57,16 @@ class ConsumerSide:
         self._records = records
         self._results = results
         self._fetches: dict[RequestId, Fetch] = {}
+        self._engine_ids: dict[SendKey, str] = {}  # who alone may get a registration, where the client says so
+        self._broken: set[AgentName] = set()  # incarnations whose connection has broken while they might write
 
     @property
     def idle(self) -> bool:
         return self._consumer.idle and not self._fetches
+
+    def expects(self, agent: AgentName) -> bool:
+        """This incarnation may write here."""
+        return self._consumer.expects(agent)
 
     @property
     def num_quarantined_blocks(self) -> int:
@@ -97,11 +103,15 @@ class ConsumerSide:
     def gone(self, agent: AgentName, now_s: float) -> None:
         self._run(self._consumer.on_gone(agent, now_s), now_s)
 
-    def suspects(self) -> list[tuple[AgentName, PeerAddress]]:
-        found = {}
-        for receive in self._consumer.quarantined:
-            found.update({agent: at for agent, at in receive.writers.items() if agent not in receive.quiet})
-        return list(found.items())
+    @property
+    def suspects(self) -> set[AgentName]:
+        """Incarnations that may write here and seem not to exist any more: only proof of that sets memory free.
+
+        Those that are silent, and those whose connection broke, because most of them are gone for good.
+        """
+        self._broken = {agent for agent in self._broken if self._consumer.expects(agent)}
+        silent = {agent for receive in self._consumer.quarantined for agent in receive.may_write}
+        return silent | {agent for agent in self._broken if self._connections.answer(agent) is None}
 
     def on_connection(self, event: ConnectionEvent, now_s: float) -> None:
         match event:
@@ -111,6 +121,7 @@ class ConsumerSide:
                 reason = event.reason.split(":")[0]
                 actions = self._consumer.on_undelivered(event.address, event.message, reason, now_s)
             case Disconnected():
+                self._broken.add(event.agent)
                 actions = self._consumer.on_disconnected(event.agent, now_s)
             case _:
                 actions = []
@@ -131,8 +142,9 @@ class ConsumerSide:
             # The engine waits for two reports, whatever was wrong with the registration.
             _log.error("kvpush: transfer %s cannot be registered: %s", fetch.key.transfer_id, error)
             return self._refuse(fetch.request_id, "not_registered")
-        self._connections.expect(address, fetch.engine_id)
         self._fetches[fetch.request_id] = fetch
+        if fetch.engine_id is not None:
+            self._engine_ids[fetch.key.at(self._sender)] = fetch.engine_id
         self._records.open(fetch.request_id, fetch.key.transfer_id).mark("registered", now_s)
         return actions
 
@@ -148,7 +160,9 @@ class ConsumerSide:
             action = queue.popleft()
             match action:
                 case SendTo():
-                    self._connections.send(action.address, action.message, action.agent)
+                    message = action.message
+                    engine_id = self._engine_ids.get(message.key) if isinstance(message, Register) else None
+                    self._connections.send(action.address, message, action.agent, engine_id)
                 case Verify():
                     queue.extendleft(reversed(self._verify(action, now_s)))
                 case ReportReceived():
@@ -160,7 +174,7 @@ class ConsumerSide:
                     _log.warning("kvpush: transfer %s failed: %s", name, action.reason)
                     self._results.append(LoadFailed(action.request_id, action.reason))
                 case ReportReleased():
-                    self._fetches.pop(action.request_id, None)
+                    self._forget(action.request_id)
                     self._records.end(action.request_id, "released")
                     self._results.append(Released(action.request_id))
                 case Quarantined():
@@ -185,7 +199,7 @@ class ConsumerSide:
         return self._consumer.on_verified(action.request_id, good, now_s)
 
     def _on_received(self, action: ReportReceived, now_s: float) -> None:
-        fetch = self._fetches.pop(action.request_id)
+        fetch = self._forget(action.request_id)
         self._counters.add("receives")
         self._counters.add("bytes_received", amount=action.num_bytes)
         record = self._records.end(action.request_id, "received")
@@ -197,6 +211,11 @@ class ConsumerSide:
             note += ", integrity ok" if "verified" in record.times_s else ""
         _log.info("kvpush: transfer %s received: %d tokens%s", fetch.key.transfer_id, action.num_tokens, note)
         self._results.append(Received(action.request_id))
+
+    def _forget(self, request_id: RequestId) -> Fetch:
+        fetch = self._fetches.pop(request_id)
+        self._engine_ids.pop(fetch.key.at(self._sender), None)
+        return fetch
 
 
 def _parts(blocks: BlockTable) -> list[list[bytes]]:

@@ -65,11 +65,12 @@ class TransferCore:
         self._dialer = dialer
         self._prover = prover
         self._results: deque[Result] = deque()
-        self._next_tick_s = self._next_proof_s = 0.0
+        self._next_tick_s = 0.0
+        self._asked_s: dict[AgentName, float] = {}
         digester = Digester(config.reader) if config.reader is not None else None
         producer = Producer(config.timing, block_size=config.cache.block_size, stream=config.stream)
         consumer = Consumer(config.timing, config.sender)
-        self._connections = Connections(transport, dialer, self.counters, consumer.wants_sent)
+        self._connections = Connections(transport, dialer, self.counters, consumer.wants_sent, self._needs)
         self._producer_side = ProducerSide(
             producer, config.cache, transport, self._connections, fence, digester, self.counters, self.records,
             self._results,
@@ -133,17 +134,24 @@ class TransferCore:
         self._prover.close()
         self._transport.close()
 
+    def _needs(self, agent: AgentName) -> bool:
+        """Memory, here or there, may depend on the proof that this incarnation is gone."""
+        return self._consumer_side.expects(agent) or agent in self._producer_side.suspects
+
     def _seek_proof(self, now_s: float) -> None:
-        """Whoever holds memory in quarantine may be gone for good; only proof of that sets the memory free."""
+        """Whoever may still write, and does not answer, may be gone for good; only proof of that sets memory free."""
         for agent in self._prover.take():
             self._consumer_side.gone(agent, now_s)
+            self._producer_side.gone(agent, now_s)
             self._connections.drop(agent, "gone: its process has ended")
-        if now_s >= self._next_proof_s:
-            self._next_proof_s = now_s + PROOF_INTERVAL_S
-            for agent, address in self._consumer_side.suspects():
-                answer = self._connections.known(agent)
-                if answer is not None:
-                    self._prover.ask(agent, answer.process, address)
+        suspects = self._consumer_side.suspects | self._producer_side.suspects
+        self._asked_s = {agent: asked_s for agent, asked_s in self._asked_s.items() if agent in suspects}
+        for agent in suspects:
+            known = self._connections.known(agent)
+            if known is not None and now_s - self._asked_s.get(agent, -PROOF_INTERVAL_S) >= PROOF_INTERVAL_S:
+                self._asked_s[agent] = now_s
+                address, answer = known
+                self._prover.ask(agent, answer.process, address)
 
     def _receive(self, agent: AgentName, payload: bytes, now_s: float) -> None:
         try:

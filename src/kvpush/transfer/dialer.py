@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -42,8 +41,8 @@ class Dialed:
 class Dialer(Protocol):
     """Starts handshakes and hands out how they ended; the simulator has one of its own."""
 
-    def dial(self, address: PeerAddress, engine_id: str | None) -> None:
-        """Starts a handshake; engine_id is an assertion about who must answer, or None."""
+    def dial(self, address: PeerAddress) -> None:
+        """Starts a handshake with whoever answers there."""
         ...
 
     def take(self) -> list[Dialed]:
@@ -63,19 +62,17 @@ class SideChannelDialer:
         secret: bytes | None,
         timeout_s: float,
         *,
-        num_threads: int = 4,
-        on_end: Callable[[], None] = lambda: None,
+        num_threads: int = 16,
     ) -> None:
         self._mine = mine
         self._allowed = allowed
         self._secret = secret
         self._timeout_s = timeout_s
-        self._on_end = on_end
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kvpush-dial")
         self._ended: queue.SimpleQueue[Dialed] = queue.SimpleQueue()
 
-    def dial(self, address: PeerAddress, engine_id: str | None) -> None:
-        self._pool.submit(self._work, address, engine_id)
+    def dial(self, address: PeerAddress) -> None:
+        self._pool.submit(self._work, address)
 
     def take(self) -> list[Dialed]:
         ended = []
@@ -86,11 +83,13 @@ class SideChannelDialer:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _work(self, address: PeerAddress, engine_id: str | None) -> None:
+    def _work(self, address: PeerAddress) -> None:
         try:
-            ended = Dialed(address, self._ask(address, engine_id))
+            ended = Dialed(address, self._ask(address))
         except HandshakeError as error:
-            ended = Dialed(address, None, f"handshake {error.code}: {error}")
+            ended = Dialed(address, None, f"handshake {error.code}: {error.message}")
+        except msgspec.MsgspecError as error:
+            ended = Dialed(address, None, f"handshake malformed: the geometry of {address}: {error}")
         except (AddressRefused, ValueError) as error:
             ended = Dialed(address, None, f"handshake refused: {error}")
         except Exception as error:
@@ -98,12 +97,11 @@ class SideChannelDialer:
             _log.exception("kvpush: handshake with %s", address)
             ended = Dialed(address, None, f"handshake failed: {error!r}")
         self._ended.put(ended)
-        self._on_end()
 
-    def _ask(self, address: PeerAddress, engine_id: str | None) -> Answer:
+    def _ask(self, address: PeerAddress) -> Answer:
         self._allowed.check(address.host, address.port)
         found = query_peer(
-            address.host, address.port, address.pp_rank, address.tp_rank, engine_id, self._secret, self._timeout_s
+            address.host, address.port, address.pp_rank, address.tp_rank, None, self._secret, self._timeout_s
         )
         differences = check_compatible(self._mine, found.engine)
         for name in ("tp_size", "pp_size"):
