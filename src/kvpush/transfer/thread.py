@@ -43,9 +43,9 @@ class TransferThread:
 
     def submit(self, commands: Iterable[Command], event: Event = PASSED) -> None:
         """Hands over commands, in order. event: when the forward of their step is done."""
-        before = len(self._commands)
-        self._commands.extend((command, event) for command in commands)
-        if len(self._commands) != before:
+        items = [(command, event) for command in commands]
+        if items:
+            self._commands.extend(items)
             self._wake.set()
 
     def take_results(self) -> list[Result]:
@@ -58,11 +58,15 @@ class TransferThread:
         return results
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Ends the thread and closes the transport. Idempotent."""
+        """Ends the thread and closes the core. Idempotent; a thread that does not end in time is left behind."""
         self._stop.set()
         self._wake.set()
-        if self._thread.is_alive():
+        if self._thread.ident is None:
+            self._core.close()  # it was never started
+        elif self._thread.is_alive():
             self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                _log.error("kvpush: the transfer thread does not end within %.0f s", timeout_s)
 
     def _run(self) -> None:
         try:
