@@ -59,8 +59,10 @@ class ProcessProver:
     def _work(self, agent: AgentName, process: ProcessIdentity, address: PeerAddress) -> None:
         proven = False
         try:
-            self._allowed.check(address.host, address.port)
-            proven = self._proof.gone(process, (address.host, address.port))
+            proven = self._proof.gone(process, None)  # of this machine's processes nobody else must be asked
+            if not proven:
+                self._allowed.check(address.host, address.port)
+                proven = self._proof.gone(process, (address.host, address.port))
         except AddressRefused as error:
             _log.warning("kvpush: cannot ask about %s: %s", agent, error)
         except Exception:
