@@ -208,7 +208,11 @@ class ConsumerSide:
             record.mark("received", now_s)
             record.num_tokens, record.num_bytes = action.num_tokens, action.num_bytes
             note = record.timing(("registered to received", "registered", "received"))
-            note += ", integrity ok" if "verified" in record.times_s else ""
+            if "verified" in record.times_s:
+                note += ", integrity ok"
+            elif self._digester is not None:
+                self._counters.add("integrity", "not_sent")
+                note += ", integrity not checked (P sent no digests)"
         _log.info("kvpush: transfer %s received: %d tokens%s", fetch.key.transfer_id, action.num_tokens, note)
         self._results.append(Received(action.request_id))
 

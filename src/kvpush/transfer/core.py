@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from kvpush.plan.geometry import CacheGeometry
@@ -29,7 +30,7 @@ from kvpush.transfer.prover import Prover
 from kvpush.transfer.records import Records
 from kvpush.transfer.results import Result
 from kvpush.transfer.sources import PASSED, Event
-from kvpush.transport.base import Transport
+from kvpush.transport.base import Transport, TransportError
 
 _log = logging.getLogger(__name__)
 
@@ -66,6 +67,8 @@ class TransferCore:
         self._prover = prover
         self._results: deque[Result] = deque()
         self._next_tick_s = 0.0
+        self._deaf = False
+        self.num_quarantined_blocks = 0  # as of the last tick; read by the engine's thread
         self._asked_s: dict[AgentName, float] = {}
         digester = Digester(config.reader) if config.reader is not None else None
         producer = Producer(config.timing, block_size=config.cache.block_size, stream=config.stream)
@@ -88,10 +91,6 @@ class TransferCore:
     def writing(self) -> bool:
         """Writes are in flight, or a forward is about to make blocks ready: poll often."""
         return self._producer_side.writing
-
-    @property
-    def num_quarantined_blocks(self) -> int:
-        return self._consumer_side.num_quarantined_blocks
 
     def take_results(self) -> list[Result]:
         """What has ended since the last call, in order."""
@@ -118,7 +117,7 @@ class TransferCore:
 
     def poll(self, now_s: float) -> None:
         """One round: notifications, handshakes, forwards that are done, writes that have ended, bounds."""
-        for agent, payload in self._transport.notifications():
+        for agent, payload in self._notifications():
             self._receive(AgentName(agent), payload, now_s)
         self._connections.poll()
         self._producer_side.poll(now_s)
@@ -127,12 +126,27 @@ class TransferCore:
             self._producer_side.tick(now_s)
             self._consumer_side.tick(now_s)
             self._seek_proof(now_s)
+            self.num_quarantined_blocks = self._consumer_side.num_quarantined_blocks
         self._settle(now_s)
 
     def close(self) -> None:
-        self._dialer.close()
-        self._prover.close()
-        self._transport.close()
+        """Ends everything that belongs to the core, whatever goes wrong with one part of it."""
+        with ExitStack() as stack:
+            for part in (self._transport, self._prover, self._dialer):
+                stack.callback(part.close)
+
+    def _notifications(self) -> list[tuple[str, bytes]]:
+        """What has arrived. A transport that cannot tell is asked again: every transfer has its own bound."""
+        try:
+            arrived = self._transport.notifications()
+        except TransportError as error:
+            self.counters.add("transport_errors")
+            if not self._deaf:
+                _log.error("kvpush: messages cannot be read: %s", error)
+            self._deaf = True
+            return []
+        self._deaf = False
+        return arrived
 
     def _needs(self, agent: AgentName) -> bool:
         """Memory, here or there, may depend on the proof that this incarnation is gone."""
