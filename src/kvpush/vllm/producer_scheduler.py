@@ -90,20 +90,21 @@ class ProducerScheduler:
     def on_finished(self, request: Any, block_ids: BlockTable, *, aborted: bool) -> bool:
         """Whether the blocks must stay until the workers report. True for every request that was offered: exactly one
         report is owed for it."""
-        offered = self._offered.pop(RequestId(request.request_id), None)
+        request_id = RequestId(request.request_id)
+        offered = self._offered.pop(request_id, None)
         if offered is None:
             return False
         del self._live[offered.transfer_id]
+        held = len(block_ids[0]) * self._block_size if block_ids else 0
         reason = "aborted" if aborted else ""
-        if not aborted and not self._covers(offered, block_ids):
+        if not aborted and min(held, offered.ready) < offered.num_prompt_tokens:
             # Preempted with its last output in flight: its blocks are gone already.
             reason = "incomplete"
-        self._commands.append(Finish(RequestId(request.request_id), reason))
+        if held < offered.ready:
+            # Preempted since the last step (a cache reset does that), and no step will say so any more.
+            self._commands.append(Preempt(request_id))
+        self._commands.append(Finish(request_id, reason))
         return True
-
-    def _covers(self, offered: _Offered, block_ids: BlockTable) -> bool:
-        held = len(block_ids[0]) * self._block_size if block_ids else 0
-        return held >= offered.num_prompt_tokens and offered.ready >= offered.num_prompt_tokens
 
     def _progress(self, request_id: str, computed: int, blocks: Any, output: Any, *, replace: bool) -> Progress:
         offered = self._offered[RequestId(request_id)]
