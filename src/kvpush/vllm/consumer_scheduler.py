@@ -34,16 +34,22 @@ class _Load:
     prompt: PromptIdentity
     stage: _Stage = _Stage.NEW
     consumer: int | None = None
-    announced: bool = False
 
 
 @dataclass(slots=True)
 class _Transfer:
     """The live requests of one transfer id. next_consumer: indices are given in order of admission attempts, because a
-    phantom never gets that far."""
+    phantom hardly ever gets that far. announced: P was told that somebody waits."""
 
     loads: dict[RequestId, _Load] = field(default_factory=dict)
     next_consumer: int = 0
+    announced: bool = False
+
+    def take_index(self, load: _Load) -> int:
+        """The consumer index of a load, the same whenever it is asked for."""
+        if load.consumer is None:
+            load.consumer, self.next_consumer = self.next_consumer, self.next_consumer + 1
+        return load.consumer
 
 
 class ConsumerScheduler:
@@ -54,7 +60,7 @@ class ConsumerScheduler:
         self._prefix_caching = prefix_caching
         self._loads: dict[RequestId, _Load] = {}
         self._transfers: dict[TransferId, _Transfer] = {}
-        self._recent: OrderedDict[TransferId, None] = OrderedDict()
+        self._recent: OrderedDict[TransferId, PromptIdentity] = OrderedDict()
         self._commands: list[Command] = []
         self._unannounced: dict[RequestId, _Load] = {}
 
@@ -83,10 +89,8 @@ class ConsumerScheduler:
         if missing <= self._recompute_below:
             return 0, False
         transfer = self._transfers[load.params.transfer_id]
-        if load.consumer is None:
-            load.consumer = transfer.next_consumer
-            transfer.next_consumer += 1
-        if self._prefix_caching and load.consumer < load.params.consumers and self._sibling_loads(transfer, load):
+        known = transfer.take_index(load) < load.params.consumers
+        if self._prefix_caching and known and self._sibling_loads(transfer, load):
             return None, False  # it will hit the cache that its sibling fills
         return missing, True
 
@@ -97,15 +101,14 @@ class ConsumerScheduler:
             return
         self._unannounced.pop(load.request_id, None)
         transfer = self._transfers[load.params.transfer_id]
-        if load.consumer is None:
-            load.consumer = transfer.next_consumer
-            transfer.next_consumer += 1
-        duplicate = load.consumer >= load.params.consumers
         if num_external_tokens == 0:
             load.stage = _Stage.DONE
-            if not duplicate:
+            if self._is_phantom(load, transfer):
+                self._on_rejected(load, has_siblings=len(transfer.loads) > 1)
+            elif transfer.take_index(load) < load.params.consumers:
                 self._release(load)
             return
+        duplicate = transfer.take_index(load) >= load.params.consumers
         load.stage = _Stage.LOADING
         params, first_token = load.params, load.num_prompt_tokens - num_external_tokens
         if duplicate:
@@ -115,7 +118,7 @@ class ConsumerScheduler:
         self._commands.append(
             Fetch(
                 request_id=load.request_id,
-                key=SendKey(params.transfer_id, load.consumer),
+                key=SendKey(params.transfer_id, transfer.take_index(load)),
                 consumers=params.consumers,
                 prompt=load.prompt,
                 first_token=first_token,
@@ -147,9 +150,9 @@ class ConsumerScheduler:
             self._commands.append(Cancel(load.request_id))
         elif load.stage is _Stage.NEW:
             self._on_rejected(load, has_siblings=bool(transfer.loads))
-        if load.stage is not _Stage.NEW or load.consumer is not None:
-            self._remember(transfer_id)
-        if load.announced and not transfer.loads:
+        if load.consumer is not None:
+            self._remember(load)
+        if transfer.announced and not transfer.loads:
             self._commands.append(Withdraw(transfer_id))
 
     def take_commands(self) -> list[Command]:
@@ -157,13 +160,23 @@ class ConsumerScheduler:
         for load in self._unannounced.values():
             params = load.params
             self._commands.append(Announce(params.transfer_id, load.prompt, (params.host, params.port)))
-            load.announced = True
+            self._transfers[params.transfer_id].announced = True
         self._unannounced.clear()
         commands, self._commands = self._commands, []
         return commands
 
     def _sibling_loads(self, transfer: _Transfer, load: _Load) -> bool:
         return any(other.stage is _Stage.LOADING for other in transfer.loads.values() if other is not load)
+
+    def _is_phantom(self, load: _Load, transfer: _Transfer) -> bool:
+        """Whether a request that got blocks is one that vLLM made up and has not aborted yet: its prompt is one token,
+        and that is not the prompt of the others under its transfer id."""
+        if load.consumer is not None or load.num_prompt_tokens > 1:
+            return False
+        others = [other.prompt for other in transfer.loads.values() if other is not load]
+        if not others and load.params.transfer_id in self._recent:
+            others = [self._recent[load.params.transfer_id]]
+        return load.prompt not in others
 
     def _on_rejected(self, load: _Load, *, has_siblings: bool) -> None:
         """Ended without blocks: rejected, aborted in the queue, or a phantom that vLLM made up.
@@ -176,15 +189,16 @@ class ConsumerScheduler:
             self._release(load)
         elif not has_siblings and transfer_id not in self._recent:
             self._release(load, all_consumers=True)
-            self._remember(transfer_id)
+            self._remember(load)
 
     def _release(self, load: _Load, *, all_consumers: bool = False) -> None:
         params = load.params
         key = SendKey(params.transfer_id, load.consumer or 0)
         self._commands.append(Release(key, (params.host, params.port), all_consumers))
 
-    def _remember(self, transfer_id: TransferId) -> None:
-        self._recent[transfer_id] = None
+    def _remember(self, load: _Load) -> None:
+        transfer_id = load.params.transfer_id
+        self._recent[transfer_id] = load.prompt
         self._recent.move_to_end(transfer_id)
         while len(self._recent) > MAX_RECENT:
             self._recent.popitem(last=False)
