@@ -85,8 +85,10 @@ class KVPushConnector(KVConnectorBase_V1, SupportsHMA):
         counters = half.counters if half is not None else None
         new = counters.take() if counters is not None else {}
         data = {f"{name}:{label}": count for (name, label), count in new.items()}
-        if self._worker is not None and (level := self._worker.num_quarantined_blocks) != self._last_quarantined:
-            self._last_quarantined = data["quarantined_blocks:"] = level
+        level = self._worker.num_quarantined_blocks if self._worker is not None else 0
+        if level != self._last_quarantined:
+            data["quarantined_blocks:"] = level - self._last_quarantined
+            self._last_quarantined = level
         return PushStats(data=data) if data else None
 
     # Scheduler half

@@ -12,6 +12,9 @@ COUNTERS = {
     "bytes_written": "Bytes of KV that this engine has written into decode engines",
     "bytes_received": "Bytes of KV that prefill engines have committed to this engine",
     "writes": "Writes that have landed",
+    "writes_failed": "Writes that have failed",
+    "writes_refused": "Writes that could not be posted",
+    "writes_lost": "Failed writes of which bytes may still land",
     "sends": "Transfers that ended at this engine as producer, by outcome",
     "receives": "Transfers received by this engine",
     "loads_failed": "Transfers that did not arrive, by reason",
@@ -19,6 +22,9 @@ COUNTERS = {
     "messages_dropped": "Messages dropped, by fault",
     "handshakes_failed": "Handshakes that failed, by reason",
     "disconnects": "Connections that broke, by reason",
+    "notify_failed": "Messages that could not be sent",
+    "transport_errors": "Times that the transport could not read its messages",
+    "protocol_errors": "Commands that made no sense: defects of kvpush",
     "preemptions": "Offered requests that were preempted; label poisoned: while they were being read",
     "quarantines": "Requests whose blocks went into quarantine",
     "integrity": "Digest comparisons, by result",
@@ -29,7 +35,10 @@ COUNTERS = {
 
 @dataclass
 class PushStats(KVConnectorStats):  # type: ignore[misc]
-    """data: "name:label" -> count since the last step; "quarantined_blocks" is a level."""
+    """data: "name:label" -> what was added since the last step; "quarantined_blocks" can also be negative.
+
+    Nothing but differences: vLLM adds them up over ranks, steps and logging intervals.
+    """
 
     def reset(self) -> None:
         self.data.clear()
@@ -67,6 +76,6 @@ class PushPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         for item, value in transfer_stats_data.items():
             name, _, reason = item.partition(":")
             if name == "quarantined_blocks":
-                self._quarantined.labels(*labels).set(value)
+                self._quarantined.labels(*labels).inc(value)
             elif name in self._counters:
                 self._counters[name].labels(*labels, reason).inc(value)
