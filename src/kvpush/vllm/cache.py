@@ -15,30 +15,45 @@ class PagedCache:
     """Strides and storages of one KV cache group; layers in the order of the group.
 
     kv_caches: layer name -> tensor, logical shape [num_blocks, kv_heads, block_size, width], or
-    [num_blocks, block_size, width] (MLA). Raises UnsupportedModel if layers differ or their shape is another one.
+    [num_blocks, block_size, width] (MLA). Layers that share one tensor count once. Raises UnsupportedModel if layers
+    differ or their shape or layout is another one.
     """
 
     def __init__(self, kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any) -> None:
         group = kv_cache_config.kv_cache_groups[0]
         names = [name for name in group.layer_names if name in kv_caches] or list(kv_caches)
-        self._layers = [kv_caches[name] for name in names]
+        if not names:
+            raise UnsupportedModel("the engine has no KV cache")
+        layers = self._checked({name: kv_caches[name] for name in names})
+        self._layers = list({layer.data_ptr(): layer for layer in layers}.values())
         first = self._layers[0]
-        for name, layer in zip(names, self._layers, strict=True):
-            if not isinstance(layer, torch.Tensor):
-                raise UnsupportedModel(f"the KV cache of layer {name} is a {type(layer).__name__}, not a tensor")
-            if (layer.shape, layer.stride(), layer.dtype) != (first.shape, first.stride(), first.dtype):
-                raise UnsupportedModel(f"the KV caches of layers {names[0]} and {name} differ in shape or layout")
         self.device: int | None = first.device.index if first.is_cuda else None
         block_size = group.kv_cache_spec.block_size
         if first.dim() not in (3, 4) or first.shape[-2] != block_size:
             raise UnsupportedModel(
                 f"the KV cache has the shape {tuple(first.shape)}; [blocks, heads, {block_size}, width] was expected"
             )
-        self.geometry = CacheGeometry.from_strides(
-            [layer.data_ptr() for layer in self._layers], first.shape, first.stride(), first.element_size(), self.device
-        )
+        pointers = [layer.data_ptr() for layer in self._layers]
         storages = [(layer.untyped_storage().data_ptr(), layer.untyped_storage().nbytes()) for layer in self._layers]
-        self.regions = self.geometry.regions(storages)
+        try:
+            self.geometry = CacheGeometry.from_strides(
+                pointers, first.shape, first.stride(), first.element_size(), self.device
+            )
+            self.regions = self.geometry.regions(storages)
+        except ValueError as error:
+            raise UnsupportedModel(f"the KV cache has a layout that cannot be transferred: {error}") from None
+
+    @staticmethod
+    def _checked(caches: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors of all layers, if they are alike."""
+        first_name = next(iter(caches))
+        first = caches[first_name]
+        for name, layer in caches.items():
+            if not isinstance(layer, torch.Tensor):
+                raise UnsupportedModel(f"the KV cache of layer {name} is a {type(layer).__name__}, not a tensor")
+            if (layer.shape, layer.stride(), layer.dtype) != (first.shape, first.stride(), first.dtype):
+                raise UnsupportedModel(f"the KV caches of layers {first_name} and {name} differ in shape or layout")
+        return list(caches.values())
 
     def select_device(self) -> None:
         """Makes the calling thread use the cache's device."""
@@ -56,5 +71,6 @@ class PagedCache:
 
     @staticmethod
     def _read_layer(layer: torch.Tensor, blocks: torch.Tensor) -> bytes:
-        pages = layer.index_select(0, blocks).reshape(len(blocks), -1)
-        return pages.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+        # As bytes first: not every dtype of a KV cache can be indexed.
+        pages = layer.view(torch.uint8).index_select(0, blocks)
+        return pages.contiguous().cpu().numpy().tobytes()
