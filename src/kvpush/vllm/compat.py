@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -57,11 +58,6 @@ def resumed_ids(cached: Any) -> set[str]:
     return set(getattr(cached, "resumed_req_ids", None) or ())
 
 
-def tokens_in_flight(request: Any) -> int:
-    """Tokens that async scheduling has counted as computed although their step has not ended. 0.26 does not say."""
-    return int(getattr(request, "num_in_flight_tokens", 0) or 0)
-
-
 def multimodal_hashes(request: Any) -> list[str]:
     """Content hashes of a request's multimodal inputs, in order."""
     return [str(feature.identifier) for feature in getattr(request, "mm_features", None) or ()]
@@ -72,11 +68,23 @@ def lora_name(request: Any) -> str | None:
     return None if lora is None else str(lora.lora_name)
 
 
-def transfer_results(sent: set[str], received: set[str]) -> Any:
-    """0.27 and later ask for one snapshot object; `get_finished` is what 0.26 asks for."""
-    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+def block_layout(vllm_config: Any) -> str:
+    """What decides how bytes are arranged inside a block, beside the strides.
 
-    return base.KVConnectorTransferResults(finished_sending=sent, finished_recving=received)
+    vLLM's attention on the CPU packs keys for the instruction set that it finds (AMX, AVX-512, NEON, ...), so blocks of
+    two unlike machines cannot be exchanged although everything else is equal. Elsewhere the strides tell all.
+    """
+    device = getattr(getattr(vllm_config, "device_config", None), "device_type", "")
+    if device != "cpu":
+        return "strides"
+    import torch
+
+    found = [platform.machine()]
+    for name in ("amx_tile", "avx512"):
+        supported = getattr(torch.cpu, f"_is_{name}_supported", None)
+        if supported is not None and supported():
+            found.append(name)
+    return " ".join(found)
 
 
 def rank_of() -> tuple[int, int]:

@@ -56,6 +56,7 @@ def fingerprint(vllm_config: Any, kv_cache_config: Any) -> dict[str, str]:
         "head size": str(getattr(spec, "head_size", "")),
         "layers": str(len(kv_cache_config.kv_cache_groups[0].layer_names)),
         "block size": str(spec.block_size),
+        "block layout": compat.block_layout(vllm_config),
         "vllm": ".".join(str(part) for part in compat.major_minor(compat.vllm_version())),
     }
 
