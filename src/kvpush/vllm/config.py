@@ -31,12 +31,12 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     side_channel_host, side_channel_port: where this engine's side channel listens, and what peers are told; with data
     parallelism each rank takes the next port. allowed_hosts: names, addresses or networks that may be connected to.
-    backends, num_threads: of NIXL; by default 4 threads on GPUs, none on the CPU. switch_interval_s: how long the engine's
-    main thread may keep the interpreter while the transfer thread wants it (Python's default is 5 ms; 0 leaves it).
-    stream: push whole blocks after every chunk of the prompt. integrity: compare
-    digests of the KV at both sides (slow; for tests). recompute_below_tokens: what D's own cache lacks and D computes
-    itself rather than ask for it; default one block. preempt_wait_s: how long P may wait for writes before it takes
-    blocks back. timing: the protocol's bounds; its fields stand beside the others in the configuration.
+    backends, num_threads: of NIXL; by default 4 threads on GPUs, none on the CPU. switch_interval_s: how long the
+    engine's main thread may keep the interpreter while the transfer thread wants it (Python's default is 5 ms; 0 leaves
+    it). stream: push whole blocks after every chunk of the prompt. integrity: compare digests of the KV at both sides
+    (slow; for tests). recompute_below_tokens: what D's own cache lacks and D computes itself rather than ask for it;
+    default one block. preempt_wait_s: how long P may wait for writes before it takes blocks back. timing: the
+    protocol's bounds; its fields stand beside the others in the configuration.
     """
 
     side_channel_host: str = "127.0.0.1"
