@@ -1,6 +1,6 @@
 """Starts engines and routers as processes, and ends them: standard library only, no torch, no vLLM."""
 
-from kvpush.launch.engine import Engine, EngineSpec, command, environment, kv_transfer_config
+from kvpush.launch.engine import Engine, EngineSpec, Role, command, environment, kv_transfer_config
 from kvpush.launch.errors import LaunchError
 from kvpush.launch.fleet import Fleet
 from kvpush.launch.models import demo_model, require_model
@@ -15,6 +15,7 @@ __all__ = [
     "Fleet",
     "LaunchError",
     "Process",
+    "Role",
     "RouterProcess",
     "Server",
     "command",

@@ -33,7 +33,7 @@ def demo_model(say: Callable[[str], None] = lambda _: None) -> Path:
     say: gets a line if it takes a while. Raises LaunchError if the package with the model is missing or the conversion
     fails.
     """
-    folder = cache_dir() / "models" / f"{DEMO_MODEL}-{CONVERSION}"
+    folder = cache_dir() / "models" / f"v{CONVERSION}" / DEMO_MODEL
     if (folder / "config.json").is_file():
         return folder
     gguf = _gguf_file()

@@ -130,16 +130,20 @@ class Supervisor:
             self.stopping = True
 
     def end_tree(self) -> None:
-        """SIGTERM to the group, then SIGKILL to every descendant until there is none."""
-        try:
-            os.killpg(self.main, signal.SIGTERM)
-        except (ProcessLookupError, PermissionError):
-            pass
+        """SIGTERM to every descendant, wherever it has moved; after the grace time SIGKILL until there is none.
+
+        Once the main process has ended, nobody is left to tell the others to end, so they get little time.
+        """
+        signal_all(descendants(os.getpid()), signal.SIGTERM)
         deadline_s = time.monotonic() + self.grace_s
+        main_ended = False
         while time.monotonic() < deadline_s:
             self.reap()
             if not descendants(os.getpid()):
                 return
+            if self.exit_code is not None and not main_ended:
+                main_ended = True
+                deadline_s = min(deadline_s, time.monotonic() + ORPHAN_GRACE_S)
             time.sleep(0.02)
         deadline_s = time.monotonic() + KILL_WAIT_S
         while time.monotonic() < deadline_s:

@@ -76,7 +76,7 @@ def test_a_failed_conversion_is_one_line_and_leaves_nothing(package: Path, monke
         demo_model()
     assert "\n" not in str(caught.value)
     assert sys.executable in str(caught.value)
-    assert not [path for path in (models.cache_dir() / "models").iterdir() if path.name != ".lock"]
+    assert not [path for path in (models.cache_dir() / "models" / "v1").iterdir() if path.name != ".lock"]
 
 
 def test_a_missing_model_package_is_named(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:

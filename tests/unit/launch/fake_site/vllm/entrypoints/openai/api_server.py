@@ -52,6 +52,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", required=True)
+    parser.add_argument("--served-model-name")
     parser.add_argument("--block-size", type=int)
     parser.add_argument("--dtype")
     parser.add_argument("--max-model-len", type=int)
