@@ -1,0 +1,427 @@
+"""The transfer core over a simulated fabric: peers that die, stop, restart or are cut off, and bytes that are wrong."""
+
+from __future__ import annotations
+
+import pytest
+from transfer_world import LAYERS, SLOT, TIMING, Faults, Request, World, failure
+
+from kvpush.protocol.messages import Failed, Quiet, encode
+from kvpush.transport.base import TransportError
+
+pytestmark = pytest.mark.unit
+
+SLOW = Faults(write_delay_s=(0.3, 0.3), bytes_per_s=1e12, pieces=8)
+
+
+def _writing(world: World, num_tokens: int = 16) -> tuple[Request, Request]:
+    """A transfer whose write has landed in part."""
+    received = world.fetch("D", "t", num_tokens)
+    sent = world.offer("P", "t", num_tokens)
+    world.run(0.02)
+    world.prefill("P", sent, num_tokens)
+    world.finish("P", sent)
+    world.until(lambda: world.num_landed > 0, 1)
+    return sent, received
+
+
+def _deliver(world: World, transfer: str, num_tokens: int = 8) -> None:
+    received = world.fetch("D", transfer, num_tokens)
+    sent = world.offer("P", transfer, num_tokens)
+    world.prefill("P", sent, num_tokens)
+    world.finish("P", sent)
+    world.until(lambda: received.ended == ["Received"] and sent.ended == ["Sent"], 10, step_s=0.005)
+
+
+# P goes
+
+
+def test_a_dead_producer_is_proven_gone_soon_and_its_memory_comes_back() -> None:
+    world = World("P", "D", faults=SLOW)
+    _, received = _writing(world)
+    world.fabric.kill("P-0")
+    took_s = world.until(lambda: received.ended == ["LoadFailed", "Released"], 10, step_s=0.005)
+    assert took_s < TIMING.peer_timeout_s + 2
+    assert "P-0" in world["D"].prover.asked
+    world.check_idle("D")
+
+
+def test_a_broken_connection_is_reason_enough_to_ask_for_proof() -> None:
+    """D notices at its next message, long before the peer timeout."""
+    world = World("P", "D", faults=SLOW)
+    _, received = _writing(world)
+    world.fabric.kill("P-0")
+    world.run(0.1)  # the fabric tells who sends to P that it is lost
+    world.cancel("D", received)
+    assert world.until(lambda: received.ended == ["Released"], 10, step_s=0.005) < 0.5
+    world.check_idle("D")
+
+
+def test_a_stopped_producer_keeps_memory_in_quarantine_until_it_goes_on() -> None:
+    world = World("P", "D", faults=SLOW)
+    _, received = _writing(world)
+    landed = world.num_landed
+    world.fabric.stop("P-0")
+    world.until(lambda: received.ended == ["LoadFailed"], 10, step_s=0.01)
+    assert failure(received) == "peer_lost"
+    world.run(20, step_s=0.05)
+    assert received.ended == ["LoadFailed"]  # silence is no proof, however long
+    assert world["D"].core.num_quarantined_blocks == 4
+    assert world["D"].core.counters.get("quarantines") == 1
+    world.fabric.resume("P-0")
+    world.until(lambda: received.ended == ["LoadFailed", "Released"], 5, step_s=0.005)
+    assert world.num_landed > landed  # it did write on: into memory that was still held
+    world.run(1, step_s=0.01)
+    world.check_idle("D")
+
+
+def test_a_stopped_producer_that_is_killed_sets_quarantined_memory_free() -> None:
+    world = World("P", "D", faults=SLOW)
+    _, received = _writing(world)
+    world.fabric.stop("P-0")
+    world.run(6, step_s=0.02)
+    assert world["D"].core.num_quarantined_blocks == 4
+    world.fabric.kill("P-0")
+    world.until(lambda: received.ended == ["LoadFailed", "Released"], 3, step_s=0.01)
+    world.run(0.2)
+    world.check_idle("D")
+
+
+def test_a_producer_that_restarts_serves_new_requests_and_proves_the_old_ones_dead() -> None:
+    world = World("P", "D", faults=SLOW)
+    _, received = _writing(world)
+    world.fabric.kill("P-0")
+    world.start("P")
+    world.until(lambda: received.ended == ["LoadFailed", "Released"], 10, step_s=0.005)
+    _deliver(world, "new")
+    world.check_idle()
+
+
+def test_the_cached_connection_to_a_producer_that_restarted_is_made_anew() -> None:
+    world = World("P", "D")
+    _deliver(world, "old")
+    world.fabric.kill("P-0")
+    world.start("P")
+    world.run(0.2)
+    _deliver(world, "new")
+    world.check_idle()
+
+
+def test_a_load_from_nobody_fails_as_soon_as_that_is_known() -> None:
+    world = World("D")
+    received = world.fetch("D", "t", 8)
+    world.until(lambda: received.ended == ["LoadFailed", "Released"], 1)
+    assert failure(received) == "handshake timeout"
+    world.check_idle()
+
+
+# D goes
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_dead_consumer_costs_p_nothing_but_its_own_transfer(restarts: bool) -> None:
+    world = World("P", "D", faults=SLOW)
+    sent, _ = _writing(world)
+    world.fabric.kill("D-0")
+    if restarts:
+        world.start("D")
+    world.until(lambda: sent.ended == ["Sent"], 10, step_s=0.005)
+    if restarts:
+        _deliver(world, "new")
+    world.run(1, step_s=0.01)
+    world.check_idle("P")
+    assert len(world["P"].free) == 31
+
+
+def test_a_stopped_consumer_does_not_stop_p() -> None:
+    world = World("P", "D", faults=SLOW)
+    sent, received = _writing(world)
+    world.fabric.stop("D-0")
+    bound_s = TIMING.write_timeout_s + TIMING.abort_drain_s + TIMING.peer_timeout_s + 1
+    world.until(lambda: sent.ended == ["Sent"], bound_s, step_s=0.01)
+    world.fabric.resume("D-0")
+    world.until(lambda: received.ended == ["LoadFailed", "Released"], 5, step_s=0.005)
+    world.run(1, step_s=0.01)
+    world.check_idle()
+
+
+# The link goes
+
+
+def test_a_cut_that_both_notice_ends_the_transfer_on_both_sides() -> None:
+    world = World("P", "D", faults=SLOW)
+    sent, received = _writing(world)
+    world.fabric.cut("P-0", "D-0")
+    world.until(lambda: sent.ended == ["Sent"], 10, step_s=0.005)
+    world.until(lambda: received.ended[:1] == ["LoadFailed"], 10, step_s=0.005)
+    world.fabric.heal("P-0", "D-0")
+    world.until(lambda: received.ended == ["LoadFailed", "Released"], 5, step_s=0.005)
+    world.run(1, step_s=0.01)
+    world.check_idle()
+    _deliver(world, "again")
+
+
+def test_a_silent_cut_is_found_by_time_and_memory_waits_for_its_end() -> None:
+    world = World("P", "D", faults=SLOW)
+    sent, received = _writing(world)
+    world.fabric.cut("P-0", "D-0", noticed_by_writers=False)
+    world.until(lambda: received.ended == ["LoadFailed"], 10, step_s=0.01)
+    world.until(lambda: sent.ended == ["Sent"], 10, step_s=0.01)
+    world.run(10, step_s=0.05)
+    assert received.ended == ["LoadFailed"]
+    world.fabric.heal("P-0", "D-0")
+    world.until(lambda: received.ended == ["LoadFailed", "Released"], 5, step_s=0.005)
+    world.run(1, step_s=0.01)
+    world.check_idle()
+
+
+def test_a_cut_before_the_first_byte_is_survived_by_registering_again() -> None:
+    world = World("P", "D")
+    received = world.fetch("D", "t", 8)
+    world.run(0.02)
+    world.fabric.cut("P-0", "D-0")
+    world.run(0.1)
+    world.fabric.heal("P-0", "D-0")
+    sent = world.offer("P", "t", 8)
+    world.prefill("P", sent, 8)
+    world.finish("P", sent)
+    world.until(lambda: bool(sent.ended and received.ended[-1:] in (["Received"], ["Released"])), 10, step_s=0.005)
+    world.run(1, step_s=0.01)
+    world.check_idle()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_messages_that_get_lost_or_come_twice_change_nothing(seed: int) -> None:
+    world = World("P", "D", seed=seed, faults=Faults(drop=0.3, duplicate=0.3))
+    pairs = []
+    for i in range(8):
+        received = world.fetch("D", f"t{i}", 8)
+        sent = world.offer("P", f"t{i}", 8)
+        world.prefill("P", sent, 8)
+        world.finish("P", sent)
+        pairs.append((sent, received))
+    ends = (["Received"], ["Released"])
+    world.until(lambda: all(s.ended and r.ended[-1:] in ends for s, r in pairs), 60, step_s=0.005)
+    assert sum(r.ended == ["Received"] for _, r in pairs) >= 6
+    world.run(TIMING.rendezvous_timeout_s + 1, step_s=0.02)
+    world.check_idle()
+
+
+# Writes fail
+
+
+@pytest.mark.parametrize("at", ["post", "write"])
+def test_a_write_that_fails_fails_its_transfer_and_no_other(at: str) -> None:
+    world = World("P", "D")
+    _deliver(world, "warm")
+    fail = world["P"].transport.fail_next_post if at == "post" else world["P"].transport.fail_next_write
+    fail()
+    received = world.fetch("D", "t", 8)
+    sent = world.offer("P", "t", 8)
+    world.prefill("P", sent, 8)
+    world.finish("P", sent)
+    world.until(lambda: received.ended == ["LoadFailed", "Released"] and sent.ended == ["Sent"], 1)
+    assert failure(received) == ("post_failed" if at == "post" else "write_failed")
+    _deliver(world, "next")
+    world.check_idle()
+
+
+def test_one_of_two_writes_fails_and_the_other_is_awaited() -> None:
+    world = World("P", "D", faults=SLOW)
+    received = world.fetch("D", "t", 16)
+    sent = world.offer("P", "t", 16)
+    world.run(0.02)
+    world.prefill("P", sent, 8)
+    world.run(0.001)
+    world["P"].transport.fail_next_write(after=0.0)
+    world.prefill("P", sent, 16)
+    world.until(lambda: received.ended == ["LoadFailed"], 1)
+    world.until(lambda: received.ended == ["LoadFailed", "Released"], 1)  # the world watches what lands from now on
+    world.finish("P", sent)
+    world.until(lambda: sent.ended == ["Sent"], 1)
+    world.check_idle()
+
+
+def test_a_failed_write_of_which_bytes_may_still_land_is_never_called_quiet() -> None:
+    world = World("P", "D", faults=SLOW)
+    world["P"].transport.fail_next_write(may_land=True)
+    _, received = _writing(world)
+    world.until(lambda: received.ended == ["LoadFailed"], 2, step_s=0.005)
+    landed = world.num_landed
+    world.run(10, step_s=0.02)
+    assert world.num_landed > landed  # late bytes, into memory that D still holds: the world checks that
+    assert received.ended == ["LoadFailed"]
+    assert world["P"].core.counters.get("writes_lost") == 1
+    world.fabric.kill("P-0")
+    world.until(lambda: received.ended == ["LoadFailed", "Released"], 5, step_s=0.01)
+    world.check_idle("D")
+
+
+def test_p_forgets_a_lost_write_when_its_target_is_gone() -> None:
+    world = World("P", "D", faults=SLOW)
+    world["P"].transport.fail_next_write(may_land=True)
+    sent, _ = _writing(world)
+    world.until(lambda: sent.ended == ["Sent"], 3, step_s=0.005)  # its blocks are not kept for that
+    world.run(2, step_s=0.02)
+    assert not world["P"].core.idle
+    world.fabric.kill("D-0")
+    world.until(lambda: world["P"].core.idle, 5, step_s=0.01)
+    world.check_idle("P")
+
+
+def test_a_request_with_a_lost_write_can_be_preempted_and_computed_again() -> None:
+    """What its other consumers get must be of the new blocks, not of those that were there before."""
+    world = World("P", "D", "E", faults=SLOW)
+    first = world.fetch("D", "t", 16, consumers=2)
+    sent = world.offer("P", "t", 16, consumers=2)
+    world.run(0.02)
+    world["P"].transport.fail_next_write(may_land=True)
+    world.prefill("P", sent, 16)
+    world.until(lambda: first.ended == ["LoadFailed"], 2)
+    world.preempt("P", sent)
+    second = world.fetch("E", "t", 16, consumer=1, consumers=2)
+    world.run(0.05)
+    world.prefill("P", sent, 4, replace=True)
+    world.run(0.5)
+    world.prefill("P", sent, 16)
+    world.finish("P", sent)
+    world.until(lambda: second.ended == ["Received"], 3)
+
+
+def test_a_post_of_which_bytes_may_land_is_lost_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World("P", "D")
+    received = world.fetch("D", "t", 8)
+    sent = world.offer("P", "t", 8)
+    world.run(0.02)
+
+    def write(*args: object) -> None:
+        raise TransportError("posted in part", "D-0", may_land=True)
+
+    monkeypatch.setattr(world["P"].transport, "write", write)
+    world.prefill("P", sent, 8)
+    world.finish("P", sent)
+    world.until(lambda: received.ended == ["LoadFailed"], 1)
+    world.run(5, step_s=0.02)
+    assert received.ended == ["LoadFailed"]
+    assert sent.ended == ["Sent"]
+    assert world["P"].fence.idle
+
+
+# Bytes that are wrong
+
+
+def test_a_byte_that_changed_on_the_way_is_found_by_integrity() -> None:
+    world = World("P", "D", integrity=True, faults=SLOW)
+    _, received = _writing(world)
+    assert received.blocks is not None
+    world.until(lambda: world.num_landed == 16 * SLOT * LAYERS, 1)  # the commit is on its way
+    world["D"].memory[1, received.blocks[1], 0, 0] ^= 1
+    world.until(lambda: bool(received.ended), 1)
+    assert received.ended == ["LoadFailed", "Released"]
+    assert failure(received) == "integrity"
+    assert world["D"].core.counters.get("integrity", "mismatch") == 1
+    world.run(0.1)
+    world.check_idle()
+
+
+def test_messages_that_make_no_sense_are_counted_and_dropped() -> None:
+    world = World("P", "D")
+    _deliver(world, "warm")
+    received = world.fetch("D", "t", 8)
+    world.run(0.02)
+    receive = world["D"].core._consumer_side._consumer.receive(received.request_id)
+    assert receive is not None
+    key, attempt = receive.key, receive.attempt
+    world.start("X")
+    for target in ("P", "D"):
+        world["X"].transport.connect(world[target].transport.metadata())
+        for payload in (b"", b"kvp", b"kvp\x01\xff", b"x" * 70_000, b"\x00" * 10, encode(Quiet(key, attempt + 99))):
+            world["X"].transport.notify(world[target].agent, payload)
+        world["X"].transport.notify(world[target].agent, encode(Failed(key, attempt, "no", quiet=True)))
+    world.run(0.05)
+    assert world["D"].core.counters.get("messages_dropped", "malformed") == 5
+    assert world["D"].core.counters.get("messages_dropped", "peer") == 2  # X was not asked to write anything
+    sent = world.offer("P", "t", 8)
+    world.prefill("P", sent, 8)
+    world.finish("P", sent)
+    world.until(lambda: received.ended == ["Received"] and sent.ended == ["Sent"], 1)
+    world.check_idle()
+
+
+def test_a_transport_that_cannot_read_for_a_while_is_outlived(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World("P", "D")
+    received = world.fetch("D", "t", 8)
+
+    def deaf() -> list[tuple[str, bytes]]:
+        raise TransportError("cannot read")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world["P"].transport, "notifications", deaf)
+        world.run(0.1)
+    assert world["P"].core.counters.get("transport_errors") > 0
+    sent = world.offer("P", "t", 8)
+    world.prefill("P", sent, 8)
+    world.finish("P", sent)
+    world.until(lambda: received.ended == ["Received"] and sent.ended == ["Sent"], 1)
+    world.check_idle()
+
+
+# Who answers
+
+
+def test_a_producer_that_cannot_answer_never_gets_a_registration() -> None:
+    """P does not connect to D: it could write nothing, but say nothing either, and the memory would be lost."""
+    world = World("P")
+    world.start("D", fingerprint="other")  # P refuses D; D does not refuse P
+    received = world.fetch("D", "t", 8)
+    took_s = world.until(lambda: received.ended == ["LoadFailed", "Released"], 5, step_s=0.01)
+    assert failure(received) == "peer_lost"
+    assert took_s <= TIMING.peer_timeout_s + 0.3
+    assert world["P"].core.counters.get("messages_received", "register") == 0
+    assert world["P"].core.counters.get("handshakes_failed", "handshake refused") > 0
+    world.run(0.5, step_s=0.01)
+    world.check_idle()
+
+
+def test_a_wrong_engine_id_fails_its_own_load_only() -> None:
+    world = World("P", "D")
+    _deliver(world, "warm")
+    good, bad = world.fetch("D", "good", 8), world.fetch("D", "bad", 8, engine_id="engine-of-somebody-else")
+    right = world.fetch("D", "right", 8, engine_id=world["P"].engine_id)
+    world.run(0.1)
+    assert failure(bad) == "handshake wrong_engine"
+    assert world["D"].core.counters.get("handshakes_failed", "handshake wrong_engine") == 1
+    assert world["D"].core.counters.total("disconnects") == 0
+    for transfer, received in (("good", good), ("right", right)):
+        sent = world.offer("P", transfer, 8)
+        world.prefill("P", sent, 8)
+        world.finish("P", sent)
+        world.until(lambda r=received, s=sent: bool(r.ended and s.ended), 1)  # type: ignore[misc]
+        assert received.ended == ["Received"]
+    world.check_idle()
+
+
+def test_an_engine_id_that_came_true_by_a_restart_is_believed() -> None:
+    world = World("P", "D")
+    _deliver(world, "old")
+    world.fabric.set_faults(Faults(notice_s=(5, 5)))
+    world.fabric.kill("P-0")
+    world.start("P")  # D has not noticed: its cached connection is to the old life
+    received = world.fetch("D", "t", 8, engine_id=world["P"].engine_id)
+    sent = world.offer("P", "t", 8)
+    world.prefill("P", sent, 8)
+    world.finish("P", sent)
+    world.until(lambda: received.ended == ["Received"] and sent.ended == ["Sent"], 1)
+    world.check_idle()
+
+
+def test_closing_a_core_ends_all_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World("P")
+    core = world["P"].core
+    closed = []
+    for name, part in (("dialer", world["P"].dialer), ("prover", world["P"].prover)):
+        monkeypatch.setattr(part, "close", lambda name=name: closed.append(name) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        core.close()
+    assert sorted(closed) == ["dialer", "prover"]
+    with pytest.raises(TransportError, match="closed"):
+        world["P"].transport.notifications()
