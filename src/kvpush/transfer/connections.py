@@ -1,6 +1,8 @@
 """Connections to peer ranks: made on demand, reused, and remade when a peer turns out to be gone or another one.
 
-A message to a rank that is not connected waits here until the handshake has ended.
+A message to a rank that is not connected waits here until the handshake has ended. A registration waits until the rank
+has shown that it can answer: one that cannot (its allow list forbids it, or our host name is nothing to it) could never
+say quiet, and the memory would be lost.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvpush.protocol.ids import AgentName, PeerAddress
-from kvpush.protocol.messages import Message, encode
+from kvpush.protocol.messages import Message, Register, encode
 from kvpush.transfer.counters import Counters
 from kvpush.transfer.dialer import Answer, Dialer
 from kvpush.transport.base import Transport, TransportError
@@ -90,7 +92,7 @@ class Connections:
     """Owned by the transfer thread. Every method returns at once; what happens comes out of `take`.
 
     wants_sent: asked before a message that had to wait leaves after all. needs: whether an incarnation must be
-    remembered, because its end may have to be proven.
+    remembered, because its end may have to be proven. hello: what everybody answers.
     """
 
     def __init__(
@@ -100,12 +102,16 @@ class Connections:
         counters: Counters,
         wants_sent: Callable[[Message], bool],
         needs: Callable[[AgentName], bool],
+        hello: Message,
     ) -> None:
         self._transport = transport
         self._dialer = dialer
         self._counters = counters
         self._wants_sent = wants_sent
         self._needs = needs
+        self._hello = hello
+        self._heard: set[AgentName] = set()
+        self._held: dict[AgentName, list[tuple[PeerAddress, Message]]] = {}  # registrations for who was not heard yet
         self._by_address: dict[PeerAddress, Answer] = {}
         self._by_agent: dict[AgentName, Answer] = {}
         self._known: dict[AgentName, tuple[PeerAddress, Answer]] = {}
@@ -114,7 +120,8 @@ class Connections:
 
     @property
     def dialing(self) -> bool:
-        return bool(self._waiting)
+        """Something waits for a handshake or for a first sign of life."""
+        return bool(self._waiting or self._held)
 
     def answer(self, agent: AgentName) -> Answer | None:
         """What the handshake said about an incarnation that is connected."""
@@ -171,6 +178,18 @@ class Connections:
                 assert dialed.answer is not None
                 self._flush(dialed.address, waiting, dialed.answer)
 
+    def heard(self, agent: AgentName) -> None:
+        """A message has come from a rank: it can answer."""
+        if agent in self._by_agent and agent not in self._heard:
+            self._heard.add(agent)
+            self._send_held(agent)
+
+    def tick(self) -> None:
+        """Lets go of what waits for a sign of life and is not wanted any more."""
+        for agent, held in list(self._held.items()):
+            if not all(self._wants_sent(message) for _, message in held):
+                self._send_held(agent)
+
     def drop(self, agent: AgentName, reason: str) -> None:
         """Forgets a connection, so that the next use makes a new one."""
         if self._by_agent.pop(agent, None) is None:
@@ -179,6 +198,9 @@ class Connections:
         addresses = [address for address, answer in self._by_address.items() if answer.agent == agent]
         for address in addresses:
             del self._by_address[address]
+        self._heard.discard(agent)
+        held = self._held.pop(agent, ())
+        self._events += [Undelivered(address, message, "disconnected") for address, message in held]
         self._transport.disconnect(agent)
         self._counters.add("disconnects", reason.split(":")[0])
         where = ", ".join(str(address) for address in addresses)
@@ -253,8 +275,32 @@ class Connections:
             else:
                 self._deliver(address, message, found)
 
+    def _send_held(self, agent: AgentName) -> None:
+        """Tries again to send what was held back; what still has to wait is held again."""
+        for address, message in self._held.pop(agent, ()):
+            if not self._wants_sent(message):
+                self._events.append(Undelivered(address, message, "given up"))
+            elif agent not in self._by_agent:
+                self._events.append(Undelivered(address, message, "disconnected"))
+            elif agent in self._heard:
+                self._deliver(address, message, agent)
+            else:
+                self._held.setdefault(agent, []).append((address, message))
+
+    def _hold(self, address: PeerAddress, message: Message, agent: AgentName) -> None:
+        held = self._held.setdefault(agent, [])
+        if len(held) >= MAX_WAITING:
+            self._events.append(Undelivered(address, message, "too many messages wait for a sign of life"))
+            return
+        held.append((address, message))
+        if len(held) == 1:
+            self._deliver(address, self._hello, agent)
+
     def _deliver(self, address: PeerAddress, message: Message, agent: AgentName, *, final: bool = True) -> bool:
         """Sends over an existing connection; one that breaks is dropped, and the message is lost if `final`."""
+        if isinstance(message, Register) and agent not in self._heard:
+            self._hold(address, message, agent)
+            return True
         try:
             self._transport.notify(agent, encode(message))
         except ValueError as error:

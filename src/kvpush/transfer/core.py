@@ -15,7 +15,7 @@ from kvpush.plan.geometry import CacheGeometry
 from kvpush.protocol.consumer import Consumer
 from kvpush.protocol.errors import ProtocolError
 from kvpush.protocol.ids import AgentName, PeerAddress
-from kvpush.protocol.messages import MalformedMessage, ToProducer, decode
+from kvpush.protocol.messages import MalformedMessage, Ping, ToProducer, decode
 from kvpush.protocol.producer import Producer
 from kvpush.protocol.timing import Timing
 from kvpush.transfer import commands
@@ -73,7 +73,8 @@ class TransferCore:
         digester = Digester(config.reader) if config.reader is not None else None
         producer = Producer(config.timing, block_size=config.cache.block_size, stream=config.stream)
         consumer = Consumer(config.timing, config.sender)
-        self._connections = Connections(transport, dialer, self.counters, consumer.wants_sent, self._needs)
+        hello = Ping(0, config.sender)  # the protocol's own pings count from 1
+        self._connections = Connections(transport, dialer, self.counters, consumer.wants_sent, self._needs, hello)
         self._producer_side = ProducerSide(
             producer, config.cache, transport, self._connections, fence, digester, self.counters, self.records,
             self._results,
@@ -126,6 +127,7 @@ class TransferCore:
             self._producer_side.tick(now_s)
             self._consumer_side.tick(now_s)
             self._seek_proof(now_s)
+            self._connections.tick()
             self.num_quarantined_blocks = self._consumer_side.num_quarantined_blocks
         self._settle(now_s)
 
@@ -175,6 +177,7 @@ class TransferCore:
             _log.debug("kvpush: dropped %d bytes from %s: %s", len(payload), agent, error)
             return
         self.counters.add("messages_received", type(message).__name__.lower())
+        self._connections.heard(agent)
         side = self._producer_side if isinstance(message, ToProducer) else self._consumer_side
         try:
             side.receive(agent, message, now_s)  # type: ignore[arg-type]
