@@ -34,7 +34,7 @@ class Answers:
         if held is not None and held.agent == agent and attempt <= held.attempt:
             return []
         if self._tombstones.covers(key, agent, attempt):
-            return self._over(agent, message, now_s)
+            return self._over(agent, message)
         registration = self._assembly.add(agent, message, now_s)
         if registration is None:
             return []
@@ -69,7 +69,7 @@ class Answers:
             if attempt < held.attempt:
                 return []
             self._rendezvous.drop_held(key)
-            self._hold_release(HeldRelease(key, attempt, all_consumers=False, since_s=now_s))
+            self._hold_release(HeldRelease(key, attempt, all_consumers=False, since_s=now_s, cancelled=held))
         quiet = Quiet(key, attempt)
         stone = self._tombstones.get(key, agent)
         if stone is None or stone.attempt < attempt:
@@ -114,7 +114,7 @@ class Answers:
             self._rendezvous.announce(transfer_id, agent, now_s)  # a full table is no reason to fall silent
         return [*actions, SendTo(message.sender, Pong(message.seq, known), agent)]
 
-    def _over(self, agent: AgentName, message: Register, now_s: float) -> list[Action]:
+    def _over(self, agent: AgentName, message: Register) -> list[Action]:
         """A registration whose attempt has ended before it came, or a copy of one."""
         stone = self._tombstones.get(message.key, agent)
         if stone is None or stone.attempt < message.attempt:
@@ -122,15 +122,10 @@ class Answers:
         actions = self._repeat(stone)
         local = self._rendezvous.local(message.key.transfer_id)
         # Cancelled while its request was here and before it came itself: that consumer needs nothing any more.
-        fresh = local is not None and stone.reason == "cancelled" and stone.since_s >= local.known_s
-        if local is not None and fresh and message.prompt == local.prompt:
-            claims, sender, targets = local.claims, message.sender, message.targets
-            if not claims.refusal(message.key, sender, targets):
-                claims.begin(message.key, sender, targets)
-                claims.end(message.key)
-                local.waiting_since_s = now_s
-                actions += self._sends.settle(local)
-        return actions
+        if local is None or stone.reason != "cancelled" or stone.since_s < local.known_s:
+            return actions
+        local.take_back(message.key, message.prompt, message.sender, message.targets)
+        return actions + self._sends.settle(local)
 
     def _hold_release(self, release: HeldRelease) -> None:
         try:

@@ -91,10 +91,7 @@ class Producer:
         self._tombstones.reopen(transfer_id)
         taken = {registration.key.consumer for registration in held}
         for release in released:
-            if release.key.consumer < consumers and release.key.consumer not in taken:
-                local.claims.release(release.key.consumer)
-            if release.all_consumers:
-                local.claims.release_others(but=taken)
+            local.release(release, taken)
         return [action for registration in held for action in self._sends.match(local, registration, now_s)]
 
     def on_tokens(self, request_id: RequestId, ready: int, now_s: float) -> list[Action]:

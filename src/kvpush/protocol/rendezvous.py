@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from kvpush.protocol.claims import Claims
 from kvpush.protocol.errors import ProtocolError
-from kvpush.protocol.ids import AgentName, RequestId, SendKey, TransferId
+from kvpush.protocol.ids import AgentName, PeerAddress, RequestId, SendKey, TransferId
 from kvpush.protocol.prompt import PromptIdentity
 from kvpush.protocol.registration import Registration
 
@@ -51,6 +51,22 @@ class LocalRequest:
         if not self.finished:
             self.finished, self.ended_s, self.waiting_since_s = True, now_s, now_s
 
+    def release(self, release: HeldRelease, taken: set[int]) -> None:
+        """Applies what was said before the request was known. taken: consumers whose registrations wait for it."""
+        consumer, cancelled = release.key.consumer, release.cancelled
+        if cancelled is not None:
+            self.take_back(cancelled.key, cancelled.prompt, cancelled.address, cancelled.targets)
+        elif consumer < self.consumers and consumer not in taken | self.claims.keys_begun:
+            self.claims.release(consumer)
+        if release.all_consumers:
+            self.claims.release_others(but=taken)
+
+    def take_back(self, key: SendKey, prompt: PromptIdentity, address: PeerAddress, targets: int) -> None:
+        """A registration of this request was cancelled before it could be served: its rank needs nothing more."""
+        if prompt == self.prompt and not self.claims.refusal(key, address, targets):
+            self.claims.begin(key, address, targets)
+            self.claims.end(key)
+
     def refusal(self, registration: Registration) -> str:
         """Why a registration gets nothing of this request, or ""."""
         if registration.prompt != self.prompt:
@@ -60,12 +76,16 @@ class LocalRequest:
 
 @dataclass(frozen=True, slots=True)
 class HeldRelease:
-    """A consumer that needs nothing of a request that is not here yet. all_consumers: nor does any other."""
+    """A consumer that needs nothing of a request that is not here yet. all_consumers: nor does any other.
+
+    cancelled: the registration that its rank took back; then only this rank needs nothing.
+    """
 
     key: SendKey
     attempt: int
     all_consumers: bool
     since_s: float
+    cancelled: Registration | None = None
 
 
 class Rendezvous:

@@ -84,7 +84,7 @@ class SendTable:
 
     def pump(self, send: Send, now_s: float) -> list[Action]:
         """Posts what is ready and not posted yet."""
-        if send.state not in (SendState.WAITING, SendState.STREAMING) or not self._peers.connected(send.agent):
+        if send.terminal or not self._peers.connected(send.agent):
             return []
         limit = send.postable(self._block_size, self._stream)
         if limit <= send.posted:

@@ -88,7 +88,7 @@ class World:
     def happenings(self) -> list[Callable[[], None]]:
         often = [self.dispatch, self.compute, self.compute, self.compute, self.nothing]
         rare = [self.preempt, self.abort, self.cancel, self.pressure, self.break_connection]
-        bad = [self.stop, self.restart_producer, self.restart_consumer] if self.random.random() < 0.1 else []
+        bad = [self.stop, self.restart_producer, self.restart_consumer] if self.random.random() < 0.2 else []
         return often + rare + bad
 
     def nothing(self) -> None:
@@ -303,9 +303,14 @@ class World:
     def restart_producer(self) -> None:
         self.note("restart P")
         self.sources.clear()
+        old = [node.agent for node in self.p_nodes()]
         for address in self.p_addresses:
             self.kill(self.at[address])
             self.start(address, ProducerNode)
+
+        for node in self.d_nodes(None) if self.random.random() < 0.5 else []:
+            for agent in old:
+                self.do(node, node.consumer.on_disconnected(agent, self.now_s))
 
     def restart_consumer(self) -> None:
         engine = self.random.choice(self.d_engines)
@@ -428,7 +433,7 @@ class World:
         write = Write(node, action, source, source.epoch, memory, good=self.random.random() >= self.loss)
         self.writes.append(write)
         if self.random.random() >= self.loss / 3:  # or it hangs
-            self.later(self.random.choice([0.0, 0.005, 0.1, 1.0]), lambda: self.land(write))
+            self.later(self.random.choice([0.0, 0.005, 0.1, 1.0, 1.0]), lambda: self.land(write))
         return []
 
     def land(self, write: Write, *, at_once: bool = False) -> None:

@@ -480,3 +480,80 @@ def test_any_reason_of_the_transport_can_be_told(reason: str) -> None:
     stage.flush()
     stage.do(p, p.machine.on_unreachable(d.agent, reason, stage.now_s))
     assert isinstance(stage.take(Failed).message, Failed)
+
+
+def test_an_id_that_was_closed_once_is_not_closed_for_ever() -> None:
+    """Aborted, then used well, then used again with the registration first."""
+    stage = Stage()
+    stage.engine("on_aborted", stage.request("p1"))
+    stage.compute_all(stage.request("p2"))
+    stage.register("d2")
+    stage.flush()
+    stage.land_all()
+    stage.flush()
+    stage.register("d3")
+    stage.flush()
+    stage.compute_all(stage.request("p3"))
+    stage.land_all()
+    stage.flush()
+    assert [report.request_id for report in stage.d[0].log] == ["d2", "d3"]
+
+
+def test_a_rank_that_left_while_it_waited_does_not_take_the_others_with_it() -> None:
+    """Two ranks of D register; the cancellation of the first is here, that of the second is still on its way."""
+    stage = Stage(d_ranks=2)
+    [p] = stage.p
+    stage.register()
+    stage.flush()
+    stage.cancel(D)
+    first, second = stage.find(Cancel)
+    stage.arrive(first)
+    stage.request()
+    assert p.machine.send(SendKey(T, 0, 0, 1)).state is SendState.WAITING
+    stage.arrive(second)
+    stage.flush()
+    stage.compute_all(P)
+    assert p.reports(ReportSent) == [ReportSent(P)]
+    assert stage.idle()
+
+
+def test_a_registration_that_waits_wins_over_a_release_by_another_rank() -> None:
+    stage = Stage(d_ranks=2)
+    [p] = stage.p
+    stage.register(ranks=stage.d[1:])
+    stage.do(stage.d[0], stage.d[0].machine.release(KEY, [p.address]))
+    stage.flush()
+    stage.compute_all(stage.request())
+    stage.land_all()
+    stage.flush()
+    assert stage.d[1].reports(ReportReceived)
+    assert p.reports(ReportSent)
+
+
+def test_a_cancelled_rank_and_a_release_of_the_same_consumer_are_no_contradiction() -> None:
+    stage = Stage(d_ranks=2)
+    [p] = stage.p
+    stage.register(ranks=stage.d[1:])
+    stage.flush()
+    stage.cancel(D)
+    stage.flush()
+    stage.do(stage.d[0], stage.d[0].machine.release(KEY, [p.address]))
+    stage.flush()
+    stage.compute_all(stage.request())
+    assert p.log == [ReportSent(P)]
+    assert stage.idle()
+
+
+def test_a_cancelled_registration_of_another_prompt_says_nothing_about_the_request() -> None:
+    stage = Stage()
+    stage.register(prompt=OTHER)
+    stage.flush()
+    stage.cancel(D)
+    stage.flush()
+    stage.compute_all(stage.request())
+    assert not stage.p[0].reports(ReportSent)
+    stage.register("d2")
+    stage.flush()
+    stage.land_all()
+    stage.flush()
+    assert stage.d[0].reports(ReportReceived)

@@ -374,3 +374,38 @@ def test_no_answer_from_a_peer_that_lives() -> None:
     assert d.log == []
     stage.wait(0.5, ranks=[d])
     assert d.log[0] == ReportFailed(D, "no_answer")
+
+
+def test_a_registration_that_leaves_after_its_writer_has_said_quiet_opens_the_fence_again() -> None:
+    stage = Stage(p_ranks=2)
+    [d] = stage.d
+    [p0, p1] = stage.p
+    stage.register()
+    [copy] = [letter.message for letter in stage.find(Register) if letter.receiver is p0]
+    stage.cancel(D)
+    stage.mail.clear()
+    stage.do(d, d.machine.on_message(p0.agent, Quiet(KEY, 1), stage.now_s))
+    stage.do(d, d.machine.on_delivered(p0.address, p0.agent, copy, stage.now_s))
+    assert len(stage.find(Cancel)) == 1
+    stage.do(d, d.machine.on_message(p1.agent, Quiet(KEY, 1), stage.now_s))
+    assert d.log == []
+    stage.do(d, d.machine.on_message(p0.agent, Quiet(KEY, 1), stage.now_s))
+    assert d.log == [RELEASED]
+
+
+def test_silence_counts_only_for_who_still_owes_something() -> None:
+    """Rank 0 has committed the first transfer and owes the second one; then it falls silent."""
+    stage = Stage(p_ranks=2)
+    [d] = stage.d
+    [p0, p1] = stage.p
+    stage.compute_all(stage.request())
+    stage.register()
+    stage.flush()
+    stage.land(next(post for post in stage.writes if post.rank is p0))
+    stage.flush()
+    stage.register("d2", "t2")
+    stage.flush()
+    for _ in range(int(TIMING.peer_timeout_s) + 2):
+        stage.wait(1.0, ranks=[d])
+        stage.do(d, d.machine.on_message(p1.agent, Accepted(KEY, 1), stage.now_s))
+    assert [report.request_id for report in d.reports(ReportFailed)] == ["d2"]

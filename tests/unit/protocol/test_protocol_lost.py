@@ -264,3 +264,22 @@ def test_verify_is_asked_for_only_when_there_are_digests() -> None:
     stage.land(stage.writes[0], b"x")
     stage.flush()
     assert [type(action) for action in stage.d[0].log] == [Verify]
+
+
+def test_a_pong_about_a_rank_that_has_committed_since_is_no_failure() -> None:
+    """Its tombstone has expired, so it knows nothing any more; the other rank still writes."""
+    stage = Stage(p_ranks=2)
+    [d] = stage.d
+    stage.compute_all(stage.request())
+    stage.register()
+    stage.flush()
+    stage.now_s += TIMING.ping_interval_s
+    stage.do(d, d.machine.on_tick(stage.now_s))
+    [ping] = [letter.message for letter in stage.find(Ping) if letter.receiver is stage.p[0]]
+    assert isinstance(ping, Ping)
+    stage.mail.clear()
+    stage.land(stage.writes[0])
+    stage.flush()
+    stage.do(d, d.machine.on_message(stage.p[0].agent, Pong(ping.seq, []), stage.now_s))
+    assert d.log == []
+    assert not stage.mail

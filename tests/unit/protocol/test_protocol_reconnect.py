@@ -234,3 +234,15 @@ def test_a_part_that_could_not_be_sent_fails_the_whole() -> None:
     stage.flush()
     assert d.log == [ReportFailed(D, "disconnected"), RELEASED]
     assert p.machine.idle
+
+
+def test_a_message_of_an_earlier_use_from_a_writer_of_then_is_no_fault() -> None:
+    """The present use is not registered with anybody yet."""
+    stage = streaming()
+    [p], [d] = stage.p, stage.d
+    stage.compute_all(RequestId("p"))
+    stage.land_all()
+    late = stage.find(Commit)[0].message
+    stage.flush()
+    d.machine.register(RequestId("d2"), KEY, PROMPT, 0, [[b"x"]], 1, [p.address], stage.now_s)
+    assert d.machine.on_message(p.agent, late, stage.now_s) == []

@@ -508,3 +508,45 @@ def test_pressure_drops_a_request_whose_first_consumer_has_been_served() -> None
     stage.flush()
     assert stage.d[0].reports(ReportReceived)
     assert stage.idle()
+
+
+def test_a_send_without_a_write_in_flight_posts_nothing_from_poisoned_blocks() -> None:
+    """Poison alone says that the blocks are gone; the preemption that follows may take a moment."""
+    stage = Stage(engines=2, connected=False)
+    [p] = stage.p
+    stuck, idle = stage.d
+    stage.request(consumers=2)
+    for consumer, rank in enumerate(stage.d):
+        stage.register(f"d{consumer}", consumer=consumer, consumers=2, ranks=[rank])
+    stage.flush()
+    stage.do(p, p.machine.on_connected(stuck.agent, stage.now_s))
+    stage.engine("on_tokens", P, 32)
+    stage.engine("on_poisoned", P)
+    stage.do(p, p.machine.on_connected(idle.agent, stage.now_s))
+    stage.wait(0.5)
+    assert pieces(stage.writes) == [(0, 32)]
+
+
+def test_a_finished_request_that_is_poisoned_fails_those_without_a_write_too() -> None:
+    stage = Stage(connected=False)
+    [p], [d] = stage.p, stage.d
+    stage.compute_all(stage.request())
+    stage.register()
+    stage.flush()
+    stage.do(p, p.machine.on_poisoned(P, stage.now_s))
+    stage.flush()
+    assert d.log == [ReportFailed(D, "poisoned"), ReportReleased(D)]
+    assert p.reports(ReportSent)
+    assert stage.idle()
+
+
+def test_a_request_is_not_given_back_while_a_send_of_it_could_go_on() -> None:
+    """Whatever the counting of consumers says."""
+    stage = Stage(connected=False)
+    [p] = stage.p
+    stage.compute_all(stage.request())
+    stage.register()
+    stage.flush()
+    local = p.machine._rendezvous.by_request(P)
+    local.claims.close("a defect")
+    assert p.machine._sends.settle(local) == []
