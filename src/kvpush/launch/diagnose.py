@@ -55,6 +55,11 @@ CAUSES = (
     ),
     (r"No CUDA GPUs are available|CUDA driver version is insufficient", "no usable GPU", "run kvpush doctor"),
     (r"Cannot allocate memory|MemoryError|DefaultCPUAllocator: can't allocate", "out of memory", "free some memory"),
+    (
+        r"((?:Worker proc|[Ee]ngine core proc)\S*(?: \S+)?) died unexpectedly",
+        "{} died unexpectedly",
+        "if nobody killed it, it ran out of memory (see dmesg)",
+    ),
     (r"No space left on device", "a file system is full (perhaps /dev/shm)", "free some space there"),
 )
 

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from cli_fakes import environment, kvpush, the_error, wait_for
 
 import kvpush as package
 from kvpush.launch import free_port
+from kvpush.launch.supervise import descendants, signal_all
 
 pytestmark = pytest.mark.unit
 
@@ -95,17 +97,7 @@ def test_two_engines_with_default_ports(tmp_path: Path) -> None:
     arguments = ["serve", "--port", port, "--side-channel-port", str(free_port()), "a/b"]
     with (tmp_path / "out").open("w") as out:
         first = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "kvpush.cli.main",
-                "serve",
-                "--port",
-                port,
-                "--side-channel-port",
-                str(free_port()),
-                "a/b",
-            ],
+            [sys.executable, "-m", "kvpush.cli.main", *arguments],
             env=environment(),
             stdout=out,
         )
@@ -116,13 +108,10 @@ def test_two_engines_with_default_ports(tmp_path: Path) -> None:
         second = kvpush("serve", "--port", port, "--side-channel-port", str(free_port()), "a/b")
         assert the_error(second, 1) == f"port {port} is in use on this machine; choose another with --port"
     finally:
-        children = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
+        tree = descendants(first.pid)
         first.kill()
         first.wait(timeout=10)
-        for child in children:
-            subprocess.run(
-                ["kill", *Path(f"/proc/{child}/task/{child}/children").read_text().split(), child], check=True
-            )
+        signal_all(tree, signal.SIGKILL)
 
 
 def test_the_router_is_passed_its_arguments() -> None:

@@ -57,6 +57,11 @@ BEHIND = "\n(APIServer pid=70) RuntimeError: Engine core initialization failed. 
             "the GPU has too little free memory",
             "end what",
         ),
+        (
+            PREFIX + "Worker proc VllmWorker-0 died unexpectedly (exit code: None), shutting down executor.",
+            "Worker proc VllmWorker-0 died unexpectedly",
+            "memory",
+        ),
         # Nothing known: the last error that is not the echo of another.
         (
             "Traceback (most recent call last):\nKeyError: 'a'\n"
