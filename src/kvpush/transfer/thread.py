@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -16,10 +15,10 @@ from kvpush.transfer.sources import PASSED, Event
 
 _log = logging.getLogger(__name__)
 
-# Bare spinning starves UCX's own threads and, on CUDA with TP 1, the engine itself: a round takes the interpreter lock.
-WRITING_PAUSE_S = 50e-6
-WAITING_PAUSE_S = 200e-6
-IDLE_PAUSE_S = 1e-3
+# Every round takes the interpreter from the engine (on CUDA with TP 1 from its scheduler too), and spinning starves
+# the threads of UCX. Only P with writes in flight is in a hurry: a decode engine looks for results once a step.
+WRITING_PAUSE_S = 100e-6
+WAITING_PAUSE_S = 1e-3
 
 
 class TransferThread:
@@ -81,19 +80,14 @@ class TransferThread:
 
     def _round(self) -> None:
         core = self._core
-        t0 = time.monotonic()
         while self._commands:
             command, event = self._commands.popleft()
             core.command(command, time.monotonic(), event)
         core.poll(time.monotonic())
         self._results.extend(core.take_results())
-        if os.environ.get("KVPUSH_TRACE_ROUNDS"):
-            took = time.monotonic() - t0
-            if took > 2e-3:
-                _log.warning("kvpush-trace: round of %.2f ms", took * 1e3)
         if core.writing:
             time.sleep(WRITING_PAUSE_S)
         else:
             # A command ends the pause; a notification does not, so an idle engine still looks often enough.
-            self._wake.wait(IDLE_PAUSE_S if core.idle else WAITING_PAUSE_S)
+            self._wake.wait(WAITING_PAUSE_S)
             self._wake.clear()

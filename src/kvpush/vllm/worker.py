@@ -98,7 +98,9 @@ class PushWorker:
         self._core = TransferCore(config, transport, dialer, prover, self._fence)
         self._cuda = cache.device is not None
         self._thread = TransferThread(self._core, on_start=cache.select_device)
-        if options.switch_interval_s:
+        if options.switch_interval_s and self._vllm_config.kv_transfer_config.is_kv_producer:
+            # P posts while the main thread launches the next chunk. D's thread has time until the next step, and making
+            # it faster costs every token that is being decoded.
             sys.setswitchinterval(min(sys.getswitchinterval(), options.switch_interval_s))
         self._thread.start()
         _log.info(
