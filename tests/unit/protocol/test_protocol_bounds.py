@@ -18,6 +18,7 @@ from kvpush.protocol.errors import ProtocolError
 from kvpush.protocol.ids import RequestId, SendKey, TransferId
 from kvpush.protocol.messages import Announce, Failed, Ping, Pong, Register, Release
 from kvpush.protocol.pings import MAX_NAMES, MAX_OPEN, Pings
+from kvpush.protocol.transitions import SendState
 
 pytestmark = pytest.mark.unit
 
@@ -422,3 +423,54 @@ def test_nothing_is_asked_of_anybody_when_nothing_is_awaited() -> None:
     stage.flush()
     stage.now_s += 100.0
     assert all(rank.machine.on_tick(stage.now_s) == [] for rank in stage.at.values())
+
+
+def test_who_was_unreachable_is_connected_anew() -> None:
+    stage = streaming()
+    [p], [d] = stage.p, stage.d
+    stage.connected = False
+    stage.do(p, p.machine.on_unreachable(d.agent, "disconnected", stage.now_s))
+    p.log.clear()
+    stage.request("p2", "t2")
+    stage.register("d2", "t2")
+    stage.flush()
+    stage.compute_all(RequestId("p2"))
+    assert p.log == [Connect(d.address, d.agent)]
+    assert len(stage.writes) == 1
+
+
+def test_a_lost_consumer_whose_registration_waits_is_noticed_before_its_bound() -> None:
+    stage = Stage()
+    [p] = stage.p
+    stage.register()
+    stage.flush()
+    stage.wait(TIMING.peer_timeout_s + 1, ranks=[p])
+    assert [ended.reason for ended in p.reports(SendEnded)] == ["peer_lost"]
+    assert p.machine.idle
+
+
+def test_peers_are_watched_only_while_something_is_shared_with_them() -> None:
+    stage = Stage()
+    [p] = stage.p
+    stage.compute_all(stage.request())
+    stage.register()
+    stage.flush()
+    assert p.machine._peers.num_watched == 1
+    stage.land_all()
+    stage.wait(0.5)
+    assert p.machine._peers.num_watched == 0
+
+
+def test_the_bound_of_admission_begins_again_for_who_was_preempted_by_poison() -> None:
+    stage = Stage(engines=2)
+    [p] = stage.p
+    stage.request(consumers=2)
+    for consumer, rank in enumerate(stage.d):
+        stage.register(f"d{consumer}", consumer=consumer, consumers=2, ranks=[rank])
+    stage.flush()
+    stage.engine("on_tokens", P, 32)
+    stage.land(stage.writes[1])
+    stage.wait(TIMING.write_timeout_s / 2, deliver=True)
+    stage.engine("on_poisoned", P)
+    assert p.machine.send(SendKey(T, 1)).state is SendState.WAITING
+    assert p.machine.send(SendKey(T, 1)).waiting_since_s == stage.now_s

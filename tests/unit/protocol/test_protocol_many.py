@@ -230,3 +230,24 @@ def test_pings_name_what_is_still_awaited() -> None:
     assert ping.receiver is stage.p[1]
     assert isinstance(ping.message, Ping)
     assert [(lease.key, lease.attempt) for lease in ping.message.registered] == [(KEY, 1)]
+
+
+def test_a_commit_stands_for_an_acceptance_that_got_lost() -> None:
+    """The other rank computes for longer than an answer may take."""
+    stage = Stage(p_ranks=2)
+    [d] = stage.d
+    request = stage.request()
+    stage.register()
+    stage.flush(Register)
+    stage.mail = [letter for letter in stage.mail if letter.sender is stage.p[1]]
+    stage.flush()
+    stage.engine("on_tokens", request, 100, ranks=[stage.p[0]])
+    stage.land_all()
+    stage.flush()
+    stage.engine("on_tokens", request, 1, ranks=[stage.p[1]])
+    stage.wait(200.0, deliver=True)
+    assert d.log == []
+    stage.compute_all(request)
+    stage.land_all()
+    stage.flush()
+    assert d.reports(ReportReceived)

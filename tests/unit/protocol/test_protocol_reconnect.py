@@ -11,7 +11,7 @@ from kvpush.protocol.actions import (
     ReportReleased,
 )
 from kvpush.protocol.ids import AgentName, PeerAddress, RequestId, SendKey
-from kvpush.protocol.messages import Commit, Quiet, Register
+from kvpush.protocol.messages import Commit, Failed, Ping, Pong, Quiet, Register
 from kvpush.protocol.transitions import ReceiveState
 
 pytestmark = pytest.mark.unit
@@ -246,3 +246,96 @@ def test_a_message_of_an_earlier_use_from_a_writer_of_then_is_no_fault() -> None
     stage.flush()
     d.machine.register(RequestId("d2"), KEY, PROMPT, 0, [[b"x"]], 1, [p.address], stage.now_s)
     assert d.machine.on_message(p.agent, late, stage.now_s) == []
+
+
+@pytest.mark.parametrize("late", [Failed(KEY, 1, "late", quiet=True), Quiet(KEY, 1), Commit(KEY, 1, 100, 1000, 1)])
+def test_what_is_said_about_the_attempt_before_is_over(late: Quiet) -> None:
+    stage = streaming()
+    [p], [d] = stage.p, stage.d
+    stage.do(d, d.machine.on_disconnected(p.agent, stage.now_s))
+    assert d.machine.on_message(p.agent, late, stage.now_s) == []
+    assert d.machine.receive(D).state is ReceiveState.REGISTERED
+    assert d.machine.receive(D).may_write == {p.agent: p.address}
+
+
+def test_digests_of_the_attempt_before_are_not_told_again() -> None:
+    stage = streaming()
+    [p], [d] = stage.p, stage.d
+    stage.land(stage.writes[0], b"old")
+    stage.do(d, d.machine.on_disconnected(p.agent, stage.now_s))
+    stage.flush()
+    stage.compute_all(RequestId("p"))
+    for name in (b"new", b"rest"):
+        stage.land(stage.writes[0], name)
+    commit = stage.take(Commit).message
+    assert isinstance(commit, Commit)
+    assert [digest.digest for digest in commit.digests] == [b"new", b"rest"]
+
+
+def test_a_new_attempt_that_got_lost_is_sent_again() -> None:
+    """P knows only the one before: that it had accepted that one says nothing."""
+    stage = streaming()
+    [p], [d] = stage.p, stage.d
+    stage.do(d, d.machine.on_disconnected(p.agent, stage.now_s))
+    stage.mail.clear()
+    stage.wait(TIMING.ping_interval_s + 0.5, deliver=True)
+    assert d.log == []
+    assert p.machine.send(KEY).attempt == 2
+    assert d.machine.receive(D).state is ReceiveState.ACCEPTED
+
+
+def test_a_new_attempt_has_the_whole_bound_for_its_answer() -> None:
+    stage = Stage()
+    [p], [d] = stage.p, stage.d
+    stage.register()
+    stage.mail.clear()
+    bound_s = TIMING.rendezvous_timeout_s + TIMING.peer_timeout_s
+
+    def wait(seconds: float) -> None:
+        end_s = stage.now_s + seconds
+        while stage.now_s < end_s:
+            stage.now_s += 1.0
+            stage.do(d, d.machine.on_tick(stage.now_s))
+            for letter in stage.find(Ping):
+                stage.mail.remove(letter)
+                stage.do(d, d.machine.on_message(p.agent, Pong(letter.message.seq, [KEY]), stage.now_s))  # type: ignore[union-attr]
+
+    wait(bound_s - 2)
+    stage.do(d, d.machine.on_disconnected(p.agent, stage.now_s))
+    wait(bound_s)
+    assert d.log == []
+    wait(1.0)
+    assert d.log == [ReportFailed(D, "no_answer")]
+
+
+def test_an_attempt_before_that_could_not_be_sent_is_over() -> None:
+    stage = Stage()
+    [p], [d] = stage.p, stage.d
+    first, second = d.machine.register(D, KEY, PROMPT, 0, [[b"x"], [b"y"]], 1, [p.address], stage.now_s)
+    stage.do(d, [first])
+    stage.do(d, d.machine.on_disconnected(p.agent, stage.now_s))
+    assert d.machine.on_undelivered(p.address, second.message, "disconnected", stage.now_s) == []
+    assert d.machine.receive(D).active
+
+
+def test_what_could_not_be_sent_after_the_end_changes_nothing() -> None:
+    stage = streaming()
+    [p], [d] = stage.p, stage.d
+    stage.cancel(D)
+    register = Register(KEY, 1, PROMPT, 0, [b"d-0"], d.address)
+    assert d.machine.on_undelivered(p.address, register, "given up", stage.now_s) == []
+    assert d.machine.receive(D).may_write == {p.agent: p.address}
+
+
+def test_a_registration_of_an_earlier_use_does_not_count_as_one_of_this() -> None:
+    stage = streaming()
+    [p], [d] = stage.p, stage.d
+    stage.compute_all(RequestId("p"))
+    stage.land_all()
+    stage.flush()
+    d.machine.register(RequestId("d2"), KEY, PROMPT, 0, [[b"x"]], 1, [p.address], stage.now_s)
+    old = Register(KEY, 1, PROMPT, 0, [b"d-0"], d.address)
+    assert d.machine.on_delivered(p.address, p.agent, old, stage.now_s) == []
+    assert d.machine.receive(RequestId("d2")).may_write == {}
+    assert d.machine.on_undelivered(p.address, old, "x", stage.now_s) == []
+    assert d.machine.receive(RequestId("d2")).active

@@ -82,11 +82,12 @@ def test_a_higher_attempt_replaces_the_parts_of_a_lower_one() -> None:
     assembly = Assembly()
     assembly.add(A, part(0, 2, attempt=1), 0.0)
     assert assembly.add(A, part(1, 2, attempt=2), 0.0) is None
-    assert assembly.add(A, part(1, 2, attempt=1), 0.0) is None  # late
+    assert assembly.add(A, part(1, 2, attempt=1, blocks=[b"late", b"late"]), 0.0) is None
     assert len(assembly) == 1
     joined = assembly.add(A, part(0, 2, attempt=2), 0.0)
     assert joined is not None
     assert joined.attempt == 2
+    assert joined.blocks == ((b"0", b"1"), (b"g", b"g"))
 
 
 @pytest.mark.parametrize(

@@ -550,3 +550,12 @@ def test_a_request_is_not_given_back_while_a_send_of_it_could_go_on() -> None:
     local = p.machine._rendezvous.by_request(P)
     local.claims.close("a defect")
     assert p.machine._sends.settle(local) == []
+
+
+def test_pieces_that_were_held_back_do_not_count_against_the_bound() -> None:
+    stage = streaming()
+    for _ in range(MAX_STREAMED_PIECES + 10):
+        stage.engine("on_tokens", P, 80)
+        not_posted(stage, 1)
+    stage.engine("on_tokens", P, 80)
+    assert pieces(stage.writes) == [(0, 64), (64, 80)]
