@@ -201,7 +201,8 @@ class Walk:
 
         bound_s = 2 * sum((TIMING.rendezvous_timeout_s, TIMING.unclaimed_timeout_s, TIMING.peer_timeout_s))
         world.until(ended, bound_s, step_s=0.01)
-        world.run(0.2, step_s=0.01)  # levels are as of the last tick
+        world.run(0.2, step_s=0.01)  # a late message may open something once more; levels are as of the last tick
+        world.until(ended, bound_s, step_s=0.01)
         world.check_idle()
         for engine in world.engines.values():
             for request in engine.requests.values():
