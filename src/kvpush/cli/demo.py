@@ -89,18 +89,28 @@ def run_demo(options: DemoOptions) -> int:
     installed.require_engine_parts()
     devices = choose_devices(options.device)
     model = None if options.model is None else require_model(options.model)
-    log_dir = options.log_dir or Path(tempfile.mkdtemp(prefix="kvpush-demo-"))
-    good = False
     view = DemoView()
-    try:
-        with Fleet(log_dir) as fleet:
-            good = _Demo(options, fleet, view, model or str(demo_model(view.say)), devices).run()
-    finally:
-        if good and options.log_dir is None:
-            shutil.rmtree(log_dir, ignore_errors=True)
-        elif not good:
-            view.say(f"logs: {log_dir}")
+    model = model or str(demo_model(view.say))
+    log_dir = _log_dir(options.log_dir)
+    with Fleet(log_dir) as fleet:
+        good = _Demo(options, fleet, view, model, devices).run()
+    if not good:
+        view.say(f"logs: {log_dir}")
+    elif options.log_dir is None:
+        shutil.rmtree(log_dir, ignore_errors=True)
     return 0 if good else 1
+
+
+def _log_dir(wanted: Path | None) -> Path:
+    try:
+        if wanted is None:
+            return Path(tempfile.mkdtemp(prefix="kvpush-demo-"))
+        wanted.mkdir(parents=True, exist_ok=True)
+        return wanted
+    except OSError as error:
+        raise LaunchError(
+            f"--log-dir {wanted}: {error.strerror or error}", "give a directory that can be written"
+        ) from None
 
 
 class _Demo:

@@ -42,6 +42,16 @@ CAUSES = (
         "vLLM cannot read the model",
         "give a directory with config.json, weights and tokenizer",
     ),
+    (
+        r"Unrecognized model in|does not recognize this architecture",
+        "vLLM does not know this kind of model",
+        "use another model, or a newer vLLM",
+    ),
+    (
+        r"Couldn't instantiate the backend tokenizer|Can't load tokenizer for",
+        "the model has no usable tokenizer",
+        "give a directory with config.json, weights and tokenizer",
+    ),
     (r"Model architectures \[(.+?)\] .*not supported", "this vLLM does not support {}", "use another model"),
     (
         r"max seq len \(\d+\) is larger|No available memory for the cache blocks|[Tt]o serve at least one request",
@@ -54,12 +64,13 @@ CAUSES = (
         "end what else runs there, or give a smaller --gpu-memory-utilization",
     ),
     (r"No CUDA GPUs are available|CUDA driver version is insufficient", "no usable GPU", "run kvpush doctor"),
-    (r"Cannot allocate memory|MemoryError|DefaultCPUAllocator: can't allocate", "out of memory", "free some memory"),
     (
-        r"((?:Worker proc|[Ee]ngine core proc)\S*(?: \S+)?) died unexpectedly",
-        "{} died unexpectedly",
-        "if nobody killed it, it ran out of memory (see dmesg)",
+        r"Available memory on node .*is less than requested memory for kv",
+        "the machine has too little free memory for the KV cache",
+        "free some memory, or set VLLM_CPU_KVCACHE_SPACE (in GiB) to less",
     ),
+    (r"Value error, (.+?)(?:\. |\.?\n| \[type=)", "vLLM refuses its options: {}", "see vLLM's --help"),
+    (r"Cannot allocate memory|MemoryError|DefaultCPUAllocator: can't allocate", "out of memory", "free some memory"),
     (r"No space left on device", "a file system is full (perhaps /dev/shm)", "free some space there"),
 )
 
@@ -68,6 +79,8 @@ ECHOES = re.compile(
     r"Engine core initialization failed|WorkerProc initialization failed|EngineDeadError|EngineCore encountered"
     r"|cancelled|KeyboardInterrupt|SystemExit|BrokenPipeError|ConnectionResetError"
 )
+# Whatever comes after this is about the death, not about its cause.
+CHILD_DIED = re.compile(r"((?:Worker proc|[Ee]ngine core proc) \S+) died unexpectedly")
 ERROR_LINE = re.compile(r"(?:^|[\s\])])((?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Failure)): (.+)$")
 LONGEST_CAUSE = 300
 
@@ -86,10 +99,15 @@ def why_it_died(log: str, exit_code: int | None = None) -> tuple[str, str]:
         found = re.search(pattern, log)
         if found:
             return cause.format(found[1][:LONGEST_CAUSE] if found.groups() else ""), remedy
+    child = CHILD_DIED.search(log)
+    if child:
+        log = log[: child.start()]
     errors = [found for found in map(ERROR_LINE.search, log.splitlines()) if found and not ECHOES.search(found[0])]
     if errors:
         # An exception that led to others is printed before them, and an engine's comes before its server's.
         return f"{errors[-1][1].rpartition('.')[2]}: {errors[-1][2]}"[:LONGEST_CAUSE], ""
+    if child:
+        return f"{child[1]} died", "if nobody killed it, it ran out of memory (see dmesg)"
     if exit_code == -signal.SIGKILL:
         return "somebody or the kernel killed it", "if nobody did, it ran out of memory (see dmesg)"
     return "", ""

@@ -206,3 +206,9 @@ def test_a_taken_router_port(model: str) -> None:
 )
 def test_impossible_options_are_one_line(arguments: list[str], code: int, cause: str) -> None:
     assert the_error(kvpush("demo", *arguments), code).startswith(cause)
+
+
+def test_a_log_directory_that_cannot_be_made(model: str) -> None:
+    file = Path(model) / "config.json"
+    error = the_error(kvpush("demo", "--model", model, "--log-dir", str(file / "logs")), 1)
+    assert error == f"--log-dir {file}/logs: Not a directory; give a directory that can be written"

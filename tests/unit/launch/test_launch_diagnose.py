@@ -59,8 +59,39 @@ BEHIND = "\n(APIServer pid=70) RuntimeError: Engine core initialization failed. 
         ),
         (
             PREFIX + "Worker proc VllmWorker-0 died unexpectedly (exit code: None), shutting down executor.",
-            "Worker proc VllmWorker-0 died unexpectedly",
+            "Worker proc VllmWorker-0 died",
             "memory",
+        ),
+        (
+            PREFIX + "RuntimeError: Worker failed with error 'Available memory on node 0 (15.4/19.71 GiB) on kv cache "
+            "allocation is less than requested memory for kv (900.0 GiB).'\n"
+            + PREFIX
+            + "Worker proc VllmWorker-0 died unexpectedly (exit code: None), shutting down executor.",
+            "the machine has too little free memory for the KV cache",
+            "VLLM_CPU_KVCACHE_SPACE",
+        ),
+        (
+            PREFIX + "OSError: odd\n" + PREFIX + "Worker proc VllmWorker-0 died unexpectedly\nKeyError: 'late'",
+            "OSError: odd",
+            "",
+        ),
+        (
+            "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
+            "  Value error, User-specified max_model_len (100000) is greater than the derived max_model_len (8192). To "
+            "allow overriding this maximum, set [type=value_error, input_value=1]\n    For further information visit",
+            "vLLM refuses its options: User-specified max_model_len (100000) is greater than the derived "
+            "max_model_len (8192)",
+            "--help",
+        ),
+        (
+            "  Value error, Unrecognized model in /m. Should have a `model_type` key [type=value_error]",
+            "vLLM does not know this kind of model",
+            "another model",
+        ),
+        (
+            "ValueError: Couldn't instantiate the backend tokenizer from one of: \n(1) a file",
+            "the model has no usable tokenizer",
+            "tokenizer",
         ),
         # Nothing known: the last error that is not the echo of another.
         (
