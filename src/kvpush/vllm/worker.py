@@ -1,4 +1,4 @@
-"""The worker half: one per rank. Owns the transfer thread and the ledger of what is owed to the engine."""
+"""The worker half: one per rank. Owns the transfer thread and what is owed to the engine."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from typing import Any
 import msgspec
 import torch
 
-from kvpush.protocol.ids import PeerAddress, RequestId
-from kvpush.protocol.ledger import Direction, ReportLedger
+from kvpush.protocol.ids import PeerAddress
 from kvpush.transfer.addresses import AllowList
-from kvpush.transfer.commands import Cancel, Command, Fetch, Offer, Preempt, Progress, Refuse
+from kvpush.transfer.commands import Preempt, Progress
 from kvpush.transfer.core import CoreConfig, TransferCore
 from kvpush.transfer.dialer import SideChannelDialer
 from kvpush.transfer.fence import Fence
 from kvpush.transfer.proof import WriterProof
 from kvpush.transfer.prover import ProcessProver
-from kvpush.transfer.results import LoadFailed, Received, Released, Result, Sent
+from kvpush.transfer.reports import Reports
 from kvpush.transfer.sidechannel import RankInfo, current_process, secret_from_environment
 from kvpush.transfer.sources import PASSED, Event
 from kvpush.transfer.thread import TransferThread
@@ -49,15 +48,9 @@ class PushWorker:
         self._kv_cache_config = kv_cache_config
         self._options = options
         self._fence = Fence()
-        self._ledger = ReportLedger()
         self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        self._loading: dict[RequestId, tuple[int, ...]] = {}  # blocks that hold nothing until the load has ended well
-        self._finished: set[RequestId] = set()
-        self._early: list[Sent] = []
+        self._reports = Reports(self._block_size)
         self._steps: list[Progress] = []
-        self._sent: set[str] = set()
-        self._received: set[str] = set()
-        self._invalid: set[int] = set()
         self._core: TransferCore | None = None
         self._thread: TransferThread | None = None
         self._rank: RankInfo | None = None
@@ -126,22 +119,8 @@ class PushWorker:
             return
         preempted = [command.request_id for command in metadata.before if isinstance(command, Preempt)]
         poisoned = self._fence.preempt(preempted, self._options.preempt_wait_s) if preempted else set()
-        commands: list[Command] = []
-        for command in metadata.before:
-            match command:
-                case Offer():
-                    self._ledger.open(command.request_id, Direction.SENDING)
-                case Fetch() | Refuse():
-                    self._ledger.open(command.request_id, Direction.RECEIVING)
-                    first_block = command.first_token // self._block_size
-                    self._loading[command.request_id] = command.blocks[0][first_block:]
-                case Cancel() if not self._ledger.owes(command.request_id, Direction.RECEIVING):
-                    continue  # reported already: late
-                case Preempt():
-                    command = Preempt(command.request_id, poisoned=command.request_id in poisoned)
-            commands.append(command)
         self._steps += metadata.after
-        self._running().submit(commands)
+        self._running().submit(self._reports.admit(metadata.before, poisoned))
 
     def after_forward(self) -> None:
         """The forward of the step has been launched (CUDA) or is done (CPU): what it makes ready may be read after it.
@@ -155,57 +134,14 @@ class PushWorker:
     def collect(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """(finished_sending, finished_recving) of this step; each request once, and only while the engine holds it."""
         self.after_forward()
-        for request_id in finished_req_ids:
-            name = RequestId(request_id)
-            if self._ledger.owes(name, Direction.SENDING) or self._ledger.owes(name, Direction.RECEIVING):
-                self._finished.add(name)
-            self._ledger.close(name)
-        results: list[Result] = [*self._early, *self._running().take_results()]
-        self._early = []
-        for result in results:
-            self._book(result)
-        sent, self._sent = self._sent, set()
-        received, self._received = self._received, set()
-        return sent, received
+        return self._reports.collect(finished_req_ids, self._running().take_results())
 
     def take_invalid_blocks(self) -> set[int]:
-        invalid, self._invalid = self._invalid, set()
-        return invalid
+        return self._reports.take_invalid_blocks()
 
     def close(self) -> None:
         if self._thread is not None:
             self._thread.stop()
-
-    def _book(self, result: Result) -> None:
-        request_id = result.request_id
-        match result:
-            case Sent():
-                if request_id not in self._finished:
-                    self._early.append(result)  # the engine has not yet said that it is finished
-                elif self._ledger.report(request_id, Direction.SENDING):
-                    self._sent.add(request_id)
-                    self._forget(request_id)
-            case LoadFailed():
-                self._invalidate(request_id)
-            case Received() | Released():
-                if isinstance(result, Released):
-                    self._invalidate(request_id)  # unless that was done before: a load without it counts as received
-                self._loading.pop(request_id, None)
-                if self._ledger.report(request_id, Direction.RECEIVING):
-                    self._received.add(request_id)
-                    if request_id in self._finished:
-                        self._forget(request_id)
-
-    def _invalidate(self, request_id: RequestId) -> None:
-        """Names the blocks of a failed load, once."""
-        blocks = self._loading.pop(request_id, ())
-        # After the request has ended its blocks concern nobody; naming them could hit another request.
-        if request_id not in self._finished:
-            self._invalid.update(blocks)
-
-    def _forget(self, request_id: RequestId) -> None:
-        self._finished.discard(request_id)
-        self._ledger.close(request_id)
 
     def _record_event(self) -> Event:
         if not self._cuda:
