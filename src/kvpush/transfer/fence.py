@@ -49,12 +49,30 @@ class Fence:
         """
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
-            self._closed.update(request_ids)
-            while busy := {request_id for request_id in request_ids if request_id in self._reading}:
+            self.close(request_ids)
+            while self.busy(request_ids):
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
                     break
                 self._changed.wait(left_s)
+            return self.poison(request_ids)
+
+    # The steps of `preempt`, for whoever waits in another way
+
+    def close(self, request_ids: Collection[RequestId]) -> None:
+        """Lets no further read of these requests begin."""
+        with self._changed:
+            self._closed.update(request_ids)
+
+    def busy(self, request_ids: Collection[RequestId]) -> set[RequestId]:
+        """Those of them that are being read."""
+        with self._changed:
+            return {request_id for request_id in request_ids if request_id in self._reading}
+
+    def poison(self, request_ids: Collection[RequestId]) -> set[RequestId]:
+        """Poisons those that are being read still, and returns them."""
+        with self._changed:
+            busy = self.busy(request_ids)
             self._poisoned |= busy
             return busy
 

@@ -56,11 +56,13 @@ class MemoryFabric:
     """Connects `MemoryTransport`s, which join by their constructor.
 
     on_land(writer, target, address, length): called right after bytes have landed; for checkers of ownership.
+    on_wake(agent): called when something waits for the agent's next look: a message, or a write that has ended.
     """
 
     def __init__(self, seed: int = 0, faults: Faults | None = None) -> None:
         self.random = Random(seed)
         self.on_land: OnLand | None = None
+        self.on_wake: Callable[[str], None] | None = None
         self._now_s = 0.0
         self._sequence = 0
         self._events: list[tuple[float, int, str | None, Action]] = []
@@ -238,6 +240,10 @@ class MemoryFabric:
             if m.owner == owner and m.address <= address and address + length <= m.address + len(m.memory):
                 return m.memory[address - m.address : address - m.address + length]
         return None
+
+    def wake(self, agent: str) -> None:
+        if self.on_wake is not None:
+            self.on_wake(agent)
 
     def land(self, writer: str, target: str, pieces: Sequence[tuple[int, int, int]]) -> None:
         """Copies (src, dst, length) pieces as they are now. Memory of a process that is gone takes nothing."""

@@ -225,6 +225,7 @@ class MemoryTransport:
             fabric.land(self._name, peer, piece)
             if not remaining and fabric.state(peer) != "killed":
                 write._landed = True
+                fabric.wake(self._name)
 
         for i, (at_s, piece) in enumerate(zip(times_s, pieces, strict=True)):
             if failing is not None and i == ends_at:
@@ -258,6 +259,7 @@ class MemoryTransport:
         if not write._finished and write._error is None:
             write._error = error
             self._ended(write)
+            self._fabric.wake(self._name)
 
     def _ended(self, write: MemoryWrite) -> None:
         if write in self._in_flight:
@@ -270,6 +272,7 @@ class MemoryTransport:
         def deliver() -> None:
             if not fabric.is_cut(self._name, peer) and fabric.state(peer) != "killed":
                 target._inbox.append((self._name, payload))
+                fabric.wake(peer)
 
         if fabric.is_noticed(self._name, peer):
             fabric.notice(self._name, peer)
