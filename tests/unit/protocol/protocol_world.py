@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from protocol_fabric import Fabric
 from protocol_referee import Referee
 from protocol_world_parts import (
     GHOST_S,
@@ -30,7 +31,6 @@ from protocol_world_parts import (
 from kvpush.protocol import actions as act
 from kvpush.protocol.errors import ProtocolError
 from kvpush.protocol.ids import AgentName, PeerAddress, RequestId, SendKey, TransferId
-from kvpush.protocol.messages import Message, PieceDigest, decode, encode
 from kvpush.protocol.producer import Producer
 from kvpush.protocol.prompt import PromptIdentity, prompt_identity
 
@@ -70,6 +70,7 @@ class World:
                 self.start(address, ConsumerNode)
         self.used: list[TransferId] = []
         self.referee = Referee(self)
+        self.fabric = Fabric(self)
 
     # The course of the world
 
@@ -107,7 +108,7 @@ class World:
         elif last < 0.2:
             self.bury(self.random.choice(self.d_engines))
         for write in list(self.writes):
-            self.later(self.random.random(), lambda write=write: self.land(write))  # type: ignore[misc]
+            self.later(self.random.random(), lambda write=write: self.fabric.land(write))  # type: ignore[misc]
         for source in list(self.sources.values()):
             self.later(self.random.random() + 0.5, lambda source=source: self.complete(source))  # type: ignore[misc]
 
@@ -137,9 +138,9 @@ class World:
             if node.stopped_until_s > self.now_s:
                 continue
             if isinstance(node, ProducerNode):
-                self.do(node, node.producer.on_tick(self.now_s))
+                self.fabric.do(node, node.producer.on_tick(self.now_s))
             elif isinstance(node, ConsumerNode):
-                self.do(node, node.consumer.on_tick(self.now_s))
+                self.fabric.do(node, node.consumer.on_tick(self.now_s))
                 self.prove(node)
 
     def prove(self, node: ConsumerNode) -> None:
@@ -149,7 +150,7 @@ class World:
                 peer = self.nodes[agent]
                 if not peer.alive and self.now_s - peer.dead_since_s > GHOST_S:
                     self.seen["gone"] += 1
-                    self.do(node, node.consumer.on_gone(agent, self.now_s))
+                    self.fabric.do(node, node.consumer.on_gone(agent, self.now_s))
 
     # What happens
 
@@ -189,11 +190,11 @@ class World:
             return  # a duplicate; each rank would refuse it unless it has reported the other one already
         self.sources[request_id] = source
         for node in self.p_nodes():
-            self.do(node, node.producer.on_request(request_id, transfer_id, prompt, consumers, self.now_s))
+            self.fabric.do(node, node.producer.on_request(request_id, transfer_id, prompt, consumers, self.now_s))
 
     def announce(self, engine: list[PeerAddress], key: SendKey, prompt: PromptIdentity) -> None:
         for node in self.d_nodes(engine):
-            self.do(node, node.consumer.announce(key.transfer_id, prompt, self.p_addresses, self.now_s))
+            self.fabric.do(node, node.consumer.announce(key.transfer_id, prompt, self.p_addresses, self.now_s))
             self.later(8.0, lambda node=node: node.consumer.withdraw(key.transfer_id))  # type: ignore[misc]
 
     def register(self, engine: list[PeerAddress], key: SendKey, prompt: PromptIdentity, consumers: int) -> None:
@@ -214,11 +215,11 @@ class World:
             self.by_blocks[name] = memory
             self.memories.append(memory)
             node.memories[request_id] = memory
-            self.do(node, actions)
+            self.fabric.do(node, actions)
 
     def release(self, engine: list[PeerAddress], key: SendKey, everybody: bool) -> None:
         for node in self.d_nodes(engine):
-            self.do(node, node.consumer.release(key, self.p_addresses, all_consumers=everybody))
+            self.fabric.do(node, node.consumer.release(key, self.p_addresses, all_consumers=everybody))
 
     def compute(self) -> None:
         source = self.pick(source for source in self.sources.values() if not source.finished and not source.closed)
@@ -265,11 +266,11 @@ class World:
             mine = [write for write in self.writes if write.node is node and write.source is source]
             for write in mine:
                 if patient and write.good and write.epoch == source.epoch:
-                    self.land(write, at_once=True)
+                    self.fabric.land(write, at_once=True)
             if node.producer.in_flight(source.request_id):
                 self.seen["poisoned"] += 1
-                self.do(node, node.producer.on_poisoned(source.request_id, self.now_s))
-            self.do(node, node.producer.on_preempted(source.request_id, self.now_s))
+                self.fabric.do(node, node.producer.on_poisoned(source.request_id, self.now_s))
+            self.fabric.do(node, node.producer.on_preempted(source.request_id, self.now_s))
         source.epoch += 1
         source.closed = False
 
@@ -281,19 +282,19 @@ class World:
                 theirs = node.memories.get(memory.request_id)
                 if theirs is not None and theirs.held:
                     theirs.wanted = False
-                    self.do(node, node.consumer.cancel(memory.request_id, self.now_s))
+                    self.fabric.do(node, node.consumer.cancel(memory.request_id, self.now_s))
 
     def pressure(self) -> None:
         for node in self.p_nodes():
-            self.do(node, node.producer.on_pressure(self.now_s))
+            self.fabric.do(node, node.producer.on_pressure(self.now_s))
 
     def break_connection(self) -> None:
         p, d = self.random.choice(self.p_nodes()), self.random.choice(self.d_nodes(None))
         self.note(f"break {p.agent} {d.agent}")
         if self.random.random() < 0.7:
-            self.do(d, d.consumer.on_disconnected(p.agent, self.now_s))
+            self.fabric.do(d, d.consumer.on_disconnected(p.agent, self.now_s))
         if self.random.random() < 0.5:
-            self.do(p, p.producer.on_unreachable(d.agent, "disconnected", self.now_s))
+            self.fabric.do(p, p.producer.on_unreachable(d.agent, "disconnected", self.now_s))
 
     def stop(self) -> None:
         node = self.random.choice(self.live())
@@ -310,7 +311,7 @@ class World:
 
         for node in self.d_nodes(None) if self.random.random() < 0.5 else []:
             for agent in old:
-                self.do(node, node.consumer.on_disconnected(agent, self.now_s))
+                self.fabric.do(node, node.consumer.on_disconnected(agent, self.now_s))
 
     def restart_consumer(self) -> None:
         engine = self.random.choice(self.d_engines)
@@ -323,7 +324,7 @@ class World:
         node.alive, node.dead_since_s = False, self.now_s
         for write in [write for write in self.writes if write.node is node]:
             # What a dead process had posted lands within a moment, or never.
-            self.later(self.random.random() * GHOST_S, lambda write=write: self.land(write))  # type: ignore[misc]
+            self.later(self.random.random() * GHOST_S, lambda write=write: self.fabric.land(write))  # type: ignore[misc]
 
     def bury(self, addresses: list[PeerAddress]) -> None:
         """An engine dies and does not come back: the others must end without it."""
@@ -335,153 +336,12 @@ class World:
         node = kind(AgentName(self.name(f"{address.host}-{address.tp_rank}-")), address)
         self.nodes[node.agent] = self.at[address] = node
 
-    # What the machines ask for
-
-    def do(self, node: Node, wanted: Iterable[act.Action]) -> None:
-        queue = deque(wanted)
-        while queue:
-            action = queue.popleft()
-            self.note(" ", node.agent, action)
-            match action:
-                case act.SendTo():
-                    connect_s = self.random.choice([0.0, 0.0, 0.0, 0.3]) if self.slow else 0.0
-                    self.later(connect_s, lambda action=action: self.leave(node, action))  # type: ignore[misc]
-                case act.Connect():
-                    self.later(self.random.choice([0.0, 0.05, 0.5]), lambda action=action: self.connect(node, action))  # type: ignore[misc]
-                case act.WritePiece():
-                    assert isinstance(node, ProducerNode)
-                    queue.extendleft(reversed(self.post(node, action)))
-                case act.Verify():
-                    self.seen["verified"] += 1
-                    request_id = action.request_id
-                    self.later(self.random.choice([0.0, 0.3]), lambda r=request_id: self.verified(node, r))  # type: ignore[misc]
-                case act.ReportSent():
-                    self.referee.on_sent(node, action)
-                case act.SendEnded():
-                    self.referee.on_ended(node, action)
-                case act.ReportReceived() | act.ReportFailed() | act.ReportReleased():
-                    self.referee.on_report(node, action)
-                case act.Quarantined():
-                    self.seen["quarantined"] += 1
-                case act.TransferUnknown():
-                    self.seen[action.reason] += 1
-
-    def leave(self, node: Node, action: act.SendTo) -> None:
-        if not node.alive:
-            return
-        peer = self.at.get(action.address)
-        consumer = node.consumer if isinstance(node, ConsumerNode) else None
-        reason = ""
-        if consumer is not None and not consumer.wants_sent(action.message):
-            reason = "given up"
-        elif peer is None or action.agent not in (None, peer.agent):
-            reason = "peer_restarted"
-        elif self.random.random() < self.loss / 4:
-            reason = "handshake failed"
-        if reason:
-            if consumer is not None:
-                self.do(node, consumer.on_undelivered(action.address, action.message, reason, self.now_s))
-            return
-        assert peer is not None
-        payload = encode(action.message)
-        if consumer is not None:
-            self.do(node, consumer.on_delivered(action.address, peer.agent, action.message, self.now_s))
-        for _ in range(self.random.choice([1, 1, 1, 2])):
-            if self.random.random() >= self.loss:
-                delay_s = self.random.choice([2.0, 5.0]) if self.random.random() < self.slow / 3 else 0.0
-                delay_s += self.random.choice([0.001, 0.01, 0.1])
-                self.later(delay_s, lambda peer=peer: self.arrive(node, peer, payload))  # type: ignore[misc]
-
-    def arrive(self, sender: Node, node: Node, payload: bytes) -> None:
-        if not node.alive:
-            return
-        if node.stopped_until_s > self.now_s:
-            self.later(node.stopped_until_s - self.now_s + 0.001, lambda: self.arrive(sender, node, payload))
-            return
-        message: Message = decode(payload)
-        machine = node.producer if isinstance(node, ProducerNode) else node.consumer  # type: ignore[attr-defined]
-        self.note(" ", node.agent, "<-", sender.agent, message)
-        try:
-            self.do(node, machine.on_message(sender.agent, message, self.now_s))
-        except ProtocolError as error:
-            self.referee.expect(error.fault == "peer", str(error))
-            self.seen["dropped"] += 1
-
-    def connect(self, node: Node, action: act.Connect) -> None:
-        if node.alive and isinstance(node, ProducerNode):
-            peer = self.at.get(action.address)
-            if peer is None or peer.agent != action.agent or self.random.random() < self.loss / 4:
-                self.do(node, node.producer.on_unreachable(action.agent, "unreachable", self.now_s))
-            else:
-                self.do(node, node.producer.on_connected(action.agent, self.now_s))
-
-    def post(self, node: ProducerNode, action: act.WritePiece) -> list[act.Action]:
-        source = self.sources[action.request_id]
-        if source.closed:
-            return node.producer.on_not_posted(action.key, action.piece, self.now_s)
-        if self.random.random() < self.loss / 4:
-            return node.producer.on_write_failed(action.key, action.piece, "post_failed", self.now_s)
-        send = node.producer.send(action.key)
-        assert send is not None
-        self.referee.expect(action.end_token <= source.ready, f"{action} is posted, {source.ready} tokens exist")
-        self.referee.expect(node.address not in source.sent, f"{action} reads blocks that were given back")
-        memory = self.by_blocks[b"".join(send.registration.blocks[0])]
-        self.referee.expect(memory.node.agent == action.agent, f"{action} goes to {memory.node.agent}")
-        if memory.node.alive:
-            self.referee.expect(memory.held, f"{action} is posted into memory that D has given away")
-        memory.in_flight += 1
-        write = Write(node, action, source, source.epoch, memory, good=self.random.random() >= self.loss)
-        self.writes.append(write)
-        if self.random.random() >= self.loss / 3:  # or it hangs
-            self.later(self.random.choice([0.0, 0.005, 0.1, 1.0, 1.0]), lambda: self.land(write))
-        return []
-
-    def land(self, write: Write, *, at_once: bool = False) -> None:
-        """The bytes of a piece arrive; its writer hears of it a moment later."""
-        if write.ended:
-            return
-        write.ended = True
-        self.writes.remove(write)
-        memory, action = write.memory, write.action
-        memory.in_flight -= 1
-        if memory.node.alive:
-            self.referee.expect(memory.held, f"{action} lands in memory that D has given away")
-        source = write.source
-        intact = write.epoch == source.epoch and write.node.address not in source.sent and write.node.alive
-        tokens = memory.tokens[write.node.address]
-        for token in range(action.first_token, action.end_token):
-            if write.good or self.random.random() < 0.5:
-                tokens[token] = source.prompt if intact else "garbage"
-        if at_once:
-            self.written(write)
-        else:
-            self.later(self.random.choice([0.0, 0.01]), lambda: self.written(write))
-
-    def written(self, write: Write) -> None:
-        node, action = write.node, write.action
-        if not node.alive:
-            return
-        if node.stopped_until_s > self.now_s:
-            self.later(node.stopped_until_s - self.now_s + 0.001, lambda: self.written(write))
-        elif write.good:
-            digest = None
-            if int(action.key.transfer_id[1:]) % 2:
-                digest = PieceDigest(action.first_token, action.end_token, b"d" * 16)
-            size = 10 * (action.end_token - action.first_token)
-            self.do(node, node.producer.on_written(action.key, action.piece, size, digest, self.now_s))
-        else:
-            self.do(node, node.producer.on_write_failed(action.key, action.piece, "write_failed", self.now_s))
-
-    def verified(self, node: Node, request_id: RequestId) -> None:
-        if node.alive and isinstance(node, ConsumerNode):
-            self.do(node, node.consumer.on_verified(request_id, self.random.random() >= self.loss / 4, self.now_s))
-
     # Helpers
 
     def tell(self, source: Source, call: Callable[[Producer], list[act.Action]]) -> None:
         for node in self.p_nodes():
             if node.address not in source.sent:
-                self.do(node, call(node.producer))
+                self.fabric.do(node, call(node.producer))
 
     def freed(self, source: Source) -> bool:
         return len(source.sent) == len(self.p_addresses)

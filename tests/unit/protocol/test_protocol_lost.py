@@ -283,3 +283,26 @@ def test_a_pong_about_a_rank_that_has_committed_since_is_no_failure() -> None:
     stage.do(d, d.machine.on_message(stage.p[0].agent, Pong(ping.seq, []), stage.now_s))
     assert d.log == []
     assert not stage.mail
+
+
+def test_no_answer_of_one_rank_though_another_has_committed() -> None:
+    """The second rank lives and knows the registration, and never accepts it."""
+    stage = Stage(p_ranks=2)
+    [d] = stage.d
+    stage.request(ranks=stage.p[:1])
+    stage.engine("on_tokens", RequestId("p"), 100, ranks=stage.p[:1])
+    stage.register()
+    stage.flush()
+    stage.land_all()
+    stage.flush()
+    silent = stage.p[1]
+    for _ in range(int(TIMING.rendezvous_timeout_s + TIMING.peer_timeout_s)):
+        stage.now_s += 1.0
+        stage.do(d, d.machine.on_tick(stage.now_s))
+        for letter in stage.find(Ping):
+            stage.mail.remove(letter)
+            stage.do(d, d.machine.on_message(silent.agent, Pong(letter.message.seq, [KEY]), stage.now_s))  # type: ignore[union-attr]
+    assert d.log == []
+    stage.now_s += 1.0
+    stage.do(d, d.machine.on_tick(stage.now_s))
+    assert d.log == [ReportFailed(D, "no_answer")]
