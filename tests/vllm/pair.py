@@ -119,8 +119,10 @@ async def used_cache(session: aiohttp.ClientSession, engine: Engine) -> float:
 
 
 async def wait_until_free(session: aiohttp.ClientSession, engines: Sequence[Engine], within_s: float) -> None:
-    """Waits until no block of any engine belongs to a request. An engine publishes its numbers only when it steps, so each
-    gets a one-token request now and then."""
+    """Waits until no block of any engine belongs to a request.
+
+    An engine publishes its numbers only when it steps, so each gets a one-token request now and then.
+    """
     deadline_s = time.monotonic() + within_s
     while True:
         used = {}
