@@ -332,14 +332,17 @@ AGENT = AgentName("d00-life2")  # the D rank of a stage with one rank each
 
 
 def ask(stage: Stage, message: object, agent: AgentName = AGENT) -> list[object]:
-    """What the only rank of P answers to a message, without the addresses; everything else that it asks for is carried out."""
+    """What the only rank of P answers to a message, without addresses; what else it asks for is carried out."""
     [p] = stage.p
     actions = p.machine.on_message(agent, message, stage.now_s)
     stage.do(p, [action for action in actions if not isinstance(action, SendTo)])
     return [action.message for action in actions if isinstance(action, SendTo)]
 
 
-def register(attempt: int = 1, key: SendKey = SendKey(T, 0), **values: object) -> Register:
+KEY = SendKey(T, 0)
+
+
+def register(attempt: int = 1, key: SendKey = KEY, **values: object) -> Register:
     fields: dict[str, object] = {
         "key": key, "attempt": attempt, "prompt": PROMPT, "first_token": 0, "blocks": [b"d-0"], "sender": AT,
     }  # fmt: skip

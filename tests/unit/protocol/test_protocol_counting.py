@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from protocol_cases import address
 
@@ -43,6 +43,7 @@ def test_somebody_must_be_expected() -> None:
 
 
 @given(st.sets(st.sampled_from(RANKS), min_size=1), st.lists(st.sampled_from(RANKS), max_size=12))
+@settings(deadline=None)
 def test_complete_means_that_every_expected_rank_has_committed(
     expected: set[PeerAddress], come: list[PeerAddress]
 ) -> None:
@@ -167,6 +168,7 @@ comings = st.tuples(st.sampled_from(["begin", "end", "release"]), st.integers(0,
 
 
 @given(st.integers(1, 3), st.integers(1, 2), st.lists(comings, max_size=30))
+@settings(deadline=None)
 def test_complete_means_that_nobody_is_left(consumers: int, targets: int, course: list[tuple[str, int, int]]) -> None:
     claims = Claims(consumers)
     begun: set[SendKey] = set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpush.protocol.errors import ProtocolError
@@ -74,6 +74,7 @@ calls = st.tuples(
 
 
 @given(st.lists(calls, max_size=40))
+@settings(deadline=None)
 def test_any_course_reports_each_opened_entry_at_most_once(course: list[tuple[str, RequestId, Direction]]) -> None:
     ledger = ReportLedger()
     opened: dict[tuple[RequestId, Direction], int] = {}

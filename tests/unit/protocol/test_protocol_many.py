@@ -101,7 +101,7 @@ def test_a_rank_with_nothing_to_send_is_released_by_name() -> None:
 
 
 @given(st.permutations(["register 0", "register 1", "register 2", "request", "compute"]), st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_n_samples_in_any_order(order: list[str], land_late: bool) -> None:
     stage = Stage()
     [p] = stage.p

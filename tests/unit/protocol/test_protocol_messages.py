@@ -56,7 +56,7 @@ def changed(message: Message, **values: object) -> bytes:
 
 
 @given(messages)
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 def test_every_message_comes_back_equal(message: Message) -> None:
     payload = encode(message)
     assert payload[:4] == HEADER
@@ -65,14 +65,14 @@ def test_every_message_comes_back_equal(message: Message) -> None:
 
 
 @given(st.binary(max_size=300))
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 def test_random_bytes_are_refused(payload: bytes) -> None:
     refused(payload)
     refused(HEADER + payload)
 
 
 @given(messages, st.randoms(use_true_random=False))
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 def test_a_damaged_message_is_refused_or_another_valid_one(message: Message, draw: random.Random) -> None:
     payload = bytearray(encode(message))
     for _ in range(draw.randint(1, 4)):
@@ -86,6 +86,7 @@ def test_a_damaged_message_is_refused_or_another_valid_one(message: Message, dra
 
 
 @given(messages, st.data())
+@settings(deadline=None)
 def test_a_truncated_or_longer_message_is_refused(message: Message, data: st.DataObject) -> None:
     payload = encode(message)
     refused(payload[: data.draw(st.integers(0, len(payload) - 1))])
@@ -98,7 +99,7 @@ def test_a_truncated_or_longer_message_is_refused(message: Message, data: st.Dat
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=8), inner, max_size=5),
     max_leaves=20,
 ))  # fmt: skip
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 def test_msgpack_of_anything_else_is_refused(value: object) -> None:
     refused(HEADER + msgspec.msgpack.encode(value))
 
@@ -106,7 +107,7 @@ def test_msgpack_of_anything_else_is_refused(value: object) -> None:
 @given(
     registers, st.sampled_from(Register.__struct_fields__), st.sampled_from([None, -1, "x", [], {}, 2**63, b"", 0.5])
 )
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 def test_a_field_of_another_type_is_refused_or_allowed_by_its_type(message: Register, name: str, value: object) -> None:
     payload = changed(message, **{name: value})
     try:
@@ -255,6 +256,7 @@ def test_small_messages_are_small(message: Message) -> None:
 
 
 @given(st.text())
+@settings(deadline=None)
 def test_any_reason_fits_into_a_message(text: str) -> None:
     reason = reason_text(text)
     assert decode(encode(Failed(KEY, 1, reason, quiet=True))) == Failed(KEY, 1, reason, quiet=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpush.protocol.prompt import DIGEST_BYTES, PromptIdentity, prompt_identity
@@ -25,6 +25,7 @@ def identity(of: Parts) -> PromptIdentity:
 
 
 @given(parts, parts)
+@settings(deadline=None)
 def test_identities_are_equal_exactly_if_the_prompts_are(one: Parts, other: Parts) -> None:
     assert (identity(one) == identity(other)) == (one == other)
 
@@ -52,6 +53,7 @@ def test_parts_do_not_run_into_each_other(one: Parts, other: Parts) -> None:
 
 
 @given(parts)
+@settings(deadline=None)
 def test_the_length_is_the_number_of_tokens(of: Parts) -> None:
     found = identity(of)
     assert found.num_tokens == len(of[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from protocol_cases import OTHER, PROMPT, address
 
@@ -50,6 +50,7 @@ def local(name: str = "r", transfer_id: TransferId = T, consumers: int = 1) -> L
 
 
 @given(st.permutations(range(5)), st.lists(st.integers(0, 4), max_size=6))
+@settings(deadline=None)
 def test_parts_are_joined_in_their_order_whatever_order_they_come_in(order: list[int], again: list[int]) -> None:
     assembly = Assembly()
     *early, last = order

@@ -123,7 +123,7 @@ def test_a_request_that_is_not_complete_when_it_finishes_is_a_failure() -> None:
 
 
 @given(st.lists(st.sampled_from([1, 5, 16, 40, "preempt", "land", "hold back"]), max_size=25), st.integers(0, 99))
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 def test_any_course_of_chunks_and_preemptions_delivers_every_token(course: list[int | str], first_token: int) -> None:
     """Every token from the first one on is written by a piece that landed, and the last piece comes last."""
     stage = Stage()

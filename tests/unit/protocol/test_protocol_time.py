@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpush.protocol.liveness import Liveness
@@ -124,6 +124,7 @@ def test_a_ping_must_come_before_its_timeout(timeout_s: float, interval_s: float
 
 
 @given(st.lists(st.tuples(st.sampled_from(["heard", "lost"]), st.floats(0.01, 8.0)), max_size=30))
+@settings(deadline=None)
 def test_lost_means_silent_for_longer_than_the_timeout(course: list[tuple[str, float]]) -> None:
     liveness = watched()
     now_s = last_s = 100.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from protocol_cases import address
 
@@ -105,6 +105,7 @@ def test_there_must_be_room_for_one() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.sampled_from([A, B]), st.integers(0, 3), st.booleans()), max_size=40))
+@settings(deadline=None)
 def test_an_attempt_that_has_ended_stays_ended(course: list[tuple[int, AgentName, int, bool]]) -> None:
     """Whatever is dropped, replaced or expires: no ended attempt of a peer is ever taken for a new one."""
     stones = Tombstones(max_count=3)
