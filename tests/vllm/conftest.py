@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import aiohttp
 import pytest
-from pair import ANSWER_TIMEOUT_S, Pair, wait_until_free
+from pair import ANSWER_TIMEOUT_S, wait_until_free
 
 from kvpush.launch import Engine, EngineSpec, Fleet, demo_model, free_port
 
@@ -34,8 +34,10 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.fixture(scope="session")
 def engines(fleet: Fleet) -> tuple[Engine, Engine]:
-    """(caching, plain): two kv_both engines, one with prefix caching and one without; float32, so that greedy text of one
-    engine and of a pair can be compared token for token."""
+    """(caching, plain): two kv_both engines, one with prefix caching and one without.
+
+    In float32, so that greedy text of one engine and of a pair can be compared token for token.
+    """
     model = str(demo_model())
 
     def spec(name: str, *extra: str) -> EngineSpec:
@@ -79,6 +81,3 @@ def ends(request: pytest.FixtureRequest, engines: tuple[Engine, Engine]) -> tupl
     """(prefill, decode) with prefix caching at the decode engine on or off."""
     caching, plain = engines
     return (plain, caching) if request.param == "cache-on" else (caching, plain)
-
-
-__all__ = ["Pair"]
