@@ -1,0 +1,264 @@
+"""Draws a world from a seed: its engines, its requests, what clients and routers do to them, and what breaks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
+from typing import Any
+
+from kvpush.sim.engine import PORT, Engine, EngineSpec
+from kvpush.sim.request import BLOCK, Request, num_blocks
+from kvpush.sim.scheduler import Rules
+from kvpush.sim.timing import TIMING
+from kvpush.sim.world import MakeHalf, World
+from kvpush.transport.faults import Faults
+
+REST_BOUND_S = 3 * (TIMING.announced_timeout_s + TIMING.write_timeout_s + TIMING.peer_timeout_s)
+"""How long a world without faults may take to come to rest: chains of two bounds, and some more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One request of a dispatch, as the router sends it."""
+
+    host: str
+    request: Request
+
+
+def draw_faults(random: Random) -> Faults:
+    """How messages and writes fare between all engines of a world."""
+    calm = random.random() < 0.35
+    return Faults(
+        message_delay_s=(2e-5, random.choice([1e-4, 1e-3, 2e-2])),
+        write_delay_s=(5e-5, random.choice([2e-4, 5e-3, 0.05, 0.4])),
+        notice_s=(1e-3, random.choice([5e-3, 0.2])),
+        pieces=random.choice([1, 3]),
+        drop=0.0 if calm else random.choice([0.0, 0.03, 0.15]),
+        duplicate=0.0 if calm else random.choice([0.0, 0.1]),
+        fail_post=0.0 if calm else random.choice([0.0, 0.03]),
+        fail_write=0.0 if calm else random.choice([0.0, 0.04]),
+        fail_write_late=0.0 if calm else random.choice([0.0, 0.0, 0.05]),
+    )
+
+
+def draw_spec(random: Random, role: str) -> EngineSpec:
+    overlap = random.random() < 0.5
+    block_need = num_blocks(40)
+    return EngineSpec(
+        num_blocks=1 + random.choice([block_need + 2, 2 * block_need, 60]),
+        rules=Rules(
+            chunk=random.choice([5, 8, 16, 64]),
+            budget=random.choice([16, 64]),
+            max_running=random.choice([2, 8]),
+            policy=random.choice(["fail", "recompute"]),
+            overlap=overlap,
+            v2=random.random() < 0.5,
+            full_isl=random.random() < 0.4,
+            defer_free=overlap and role != "producer",
+            drop_stale=role != "consumer" and random.random() < 0.5,
+        ),
+        prefix_caching=random.random() < 0.7,
+        recompute_below_tokens=random.choice([BLOCK, BLOCK, 1, 3 * BLOCK]),
+        gpu=random.random() < 0.6,
+        stream=random.random() < 0.8,
+        integrity=random.random() < 0.15,
+        forward_s=(2e-4, random.choice([1e-3, 1e-2])),
+        pause_s=random.choice([1e-4, 1e-3]),
+    )
+
+
+class Driver:
+    """One world's life. `run` raises what breaks a rule."""
+
+    def __init__(self, seed: int, make_half: MakeHalf, *, traced: bool = False) -> None:
+        self.random = random = Random(seed)
+        self.seed = seed
+        self.world = World(seed, draw_faults(random), make_half, one_machine=random.random() < 0.7, traced=traced)
+        num_p, num_d = random.choice([1, 1, 2, 3]), random.choice([1, 1, 2, 3])
+        self.producers = [f"P{i}" for i in range(num_p)]
+        self.consumers = [f"D{i}" for i in range(num_d)]
+        self.specs = {host: draw_spec(random, "producer") for host in self.producers}
+        self.specs |= {host: draw_spec(random, "consumer") for host in self.consumers}
+        if random.random() < 0.15:  # engines that do both
+            both = draw_spec(random, "both")
+            self.specs["B0"] = both
+            self.producers.append("B0")
+            self.consumers.append("B0")
+        for host, spec in self.specs.items():
+            self.world.start(host, spec)
+        self.base = [[random.randrange(1000) for _ in range(40)] for _ in range(2)]
+        self.span_s = random.choice([0.05, 0.5, 2.0])
+        self.num_requests = 0
+        self.transfers: list[str] = []
+
+    def run(self) -> None:
+        random, world = self.random, self.world
+        for _ in range(random.choice([1, 2, 4, 8, 16])):
+            self._plan_transfer(random.random() * self.span_s)
+        for _ in range(random.choice([0, 0, 1, 3])):
+            self._plan_local(random.random() * self.span_s)
+        for _ in range(random.choice([0, 0, 0, 1, 2, 4])):
+            self._plan_fault(random.random() * (self.span_s + 0.5))
+        world.run_until(self.span_s + random.choice([0.1, 1.0, 2.0]))
+        self._end_faults()
+        world.run_to_rest(REST_BOUND_S / 3 if world.suspects() else REST_BOUND_S)
+        if lost := world.suspects():
+            # Nobody can say what becomes of a lost write while its writer lives; after that, everything is free again.
+            for engine in lost:
+                world.kill(engine)
+                self._restart(engine.host)
+            world.run_to_rest(REST_BOUND_S)
+        world.referee.check_end()
+
+    # Requests
+
+    def _at(self, at_s: float, action: Any) -> None:
+        self.world.fabric.after(max(at_s, 0.0), action)
+
+    def _prompt(self) -> tuple[int, ...]:
+        """Prompts share beginnings, so that caches are hit."""
+        random = self.random
+        length = random.choice([1, BLOCK, random.randint(1, 40), random.randint(1, 40), 40])
+        shared = random.choice([0, length, random.randint(0, length)])
+        return (*random.choice(self.base)[:shared], *(random.randrange(1000) for _ in range(length - shared)))
+
+    def _request(
+        self, name: str, prompt: tuple[int, ...], params: dict[str, Any] | None, outputs: int, salt: str | None
+    ) -> Request:
+        self.num_requests += 1
+        return Request(f"{name}-{self.num_requests}", prompt, params, outputs, salt)
+
+    def _plan_transfer(self, at_s: float) -> None:
+        random = self.random
+        if self.transfers and random.random() < 0.12:
+            name = random.choice(self.transfers)
+        else:
+            name = f"t{len(self.transfers)}"
+            self.transfers.append(name)
+        p, d = random.choice(self.producers), random.choice(self.consumers)
+        prompt, salt = self._prompt(), random.choice([None, None, "tenant"])
+        consumers = random.choice([1, 1, 1, 1, 2, 3])
+        produce = {"do_remote_decode": True, "transfer_id": name, "kvpush_consumers": consumers}
+        consume = {
+            "do_remote_prefill": True, "transfer_id": name, "kvpush_consumers": consumers, "remote_host": p,
+            "remote_port": PORT,
+        }  # fmt: skip
+        if random.random() < 0.05:
+            consume["remote_engine_id"] = random.choice([f"engine-{p}.0", "engine-elsewhere"])
+        lag_s = random.choice([0.0, 0.001, 0.02, 0.3, 1.5])
+        p_at, d_at = (at_s, at_s + lag_s) if random.random() < 0.5 else (at_s + lag_s, at_s)
+        if random.random() < 0.9:
+            self._send(p_at, p, self._request(name + "p", prompt, produce, random.choice([1, 1, 1, 3]), salt))
+        if random.random() < 0.03:
+            self._send(p_at + 0.01 * random.random(), p, self._request(name + "p", prompt, produce, 1, salt))
+        theirs, their_salt = prompt, salt
+        if random.random() < 0.05:
+            theirs, their_salt = random.choice([(prompt, "other"), (self._prompt(), salt)])
+        num_d = consumers + random.choice([0] * 12 + [1, -1])
+        for _ in range(num_d):
+            host = d if random.random() < 0.97 else random.choice(self.consumers)
+            leg = self._request(name + "d", theirs, consume, random.randint(1, 6), their_salt)
+            if random.random() < 0.92:
+                self._send(d_at + random.choice([0.0, 1e-3 * random.random()]), host, leg)
+            if random.random() < 0.1:
+                self._phantom(d_at + random.random() * 0.3, host, name, consume)
+
+    def _plan_local(self, at_s: float) -> None:
+        """An ordinary request: it only takes room."""
+        host = self.random.choice(list(self.specs))
+        self._send(at_s, host, self._request("l", self._prompt(), None, self.random.randint(1, 6), None))
+
+    def _send(self, at_s: float, host: str, request: Request) -> None:
+        """A request is sent to a host, and perhaps its client leaves."""
+        sent: list[Engine] = []
+
+        def arrive() -> None:
+            engine = self.world.engines[host]
+            if self.world.fabric.state(engine.agent) != "killed":
+                sent.append(engine)
+                self.world.note(engine.agent, f"gets {request.request_id}: {request.num_prompt_tokens} tokens")
+                engine.add(request)
+
+        def leave() -> None:
+            if sent and self.world.fabric.state(sent[0].agent) != "killed":
+                self.world.note(sent[0].agent, f"{request.request_id} is aborted")
+                sent[0].abort(request)
+
+        self._at(at_s, arrive)
+        if self.random.random() < 0.2:
+            self._at(at_s + self.random.choice([0.0, 0.002, 0.02, 0.3, 1.0]) * self.random.random(), leave)
+
+    def _phantom(self, at_s: float, host: str, name: str, params: dict[str, Any]) -> None:
+        """What vLLM makes of an error, a 400 or a disconnect: a prompt of one token that is aborted at once."""
+        phantom = self._request(name + "x", (0,), params, 1, None)
+        late_s = self.random.choice([0.0, 0.0, 0.001])
+
+        def arrive() -> None:
+            engine = self.world.engines[host]
+            if self.world.fabric.state(engine.agent) != "killed":
+                engine.add(phantom)
+                if late_s:
+                    self.world.fabric.after(late_s, partial(engine.abort, phantom), engine.agent)
+                else:
+                    engine.abort(phantom)
+
+        self._at(at_s, arrive)
+
+    # Faults
+
+    def _plan_fault(self, at_s: float) -> None:
+        random = self.random
+        kind = random.choice(["stop", "stop at a post", "kill", "cut", "post", "write", "late", "reset", "slow"])
+        host = random.choice(list(self.specs))
+        other = random.choice(list(self.specs))
+        for_s = random.choice([0.01, 0.3, 1.5, 3.0]) * (0.5 + random.random())
+        noticed = random.random() < 0.5
+        self._at(at_s, lambda: self._fault(kind, host, other, for_s, noticed))
+
+    def _fault(self, kind: str, host: str, other: str, for_s: float, noticed: bool) -> None:
+        world, engine = self.world, self.world.engines[host]
+        if not engine.running:
+            return
+        match kind:
+            case "stop":
+                world.stop(engine)
+                self._at(for_s, lambda: world.resume(engine))
+            case "stop at a post":
+                engine.transport.freeze_at_post = True
+                self._at(for_s, lambda: world.resume(engine))
+            case "kill":
+                world.kill(engine)
+                if noticed or for_s < 0.5:
+                    self._at(for_s, lambda: self._restart(host))
+            case "cut":
+                there = world.engines[other]
+                if there is not engine and world.fabric.state(there.agent) != "killed":
+                    world.cut(engine, there, noticed=noticed)
+                    self._at(for_s, lambda: world.heal(engine, there))
+            case "post":
+                engine.transport.fail_next_post()
+            case "write" | "late":
+                engine.transport.fail_next_write(after=self.random.random(), may_land=kind == "late")
+            case "reset":
+                engine.reset_prefix_cache()
+            case "slow":
+                slow = replace(world.fabric.faults(engine.agent, ""), write_delay_s=(0.2, 1.2))
+                world.fabric.set_faults(slow, writer=engine.agent)
+
+    def _restart(self, host: str) -> None:
+        if self.world.refuses(host):
+            self.world.start(host, self.specs[host])
+
+    def _end_faults(self) -> None:
+        """From now on nothing breaks: whatever waits for something must come to an end."""
+        world = self.world
+        world.note("world", "has no faults any more")
+        world.fabric.set_faults(Faults())
+        for engine in world.agents.values():
+            world.fabric.set_faults(None, writer=engine.agent)
+            engine.transport.freeze_at_post = False
+            world.resume(engine)
+        world.heal_all()
+        for host in self.specs:
+            self._restart(host)

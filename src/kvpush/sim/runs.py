@@ -1,0 +1,53 @@
+"""Runs worlds: one with its story, or many."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvpush.sim.driver import Driver
+from kvpush.sim.world import MakeHalf
+
+MAX_LINES = 80
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of some worlds. broken: seed -> the rule that was broken first."""
+
+    num_worlds: int = 0
+    broken: dict[int, str] = field(default_factory=dict)
+    seen: Counter[str] = field(default_factory=Counter)
+
+
+def run_worlds(seeds: Iterable[int], make_half: MakeHalf, *, stop_at_first: bool = False) -> Outcome:
+    """Runs one world for each seed."""
+    outcome = Outcome()
+    for seed in seeds:
+        driver = Driver(seed, make_half)
+        outcome.num_worlds += 1
+        try:
+            driver.run()
+        except Exception as error:
+            outcome.broken[seed] = f"{type(error).__name__}: {error}"
+            if stop_at_first:
+                break
+        finally:
+            outcome.seen.update(driver.world.referee.seen)
+    return outcome
+
+
+def story(seed: int, make_half: MakeHalf, max_lines: int = MAX_LINES) -> str:
+    """What happens in one world, and how it ends: the last lines of its trace."""
+    driver = Driver(seed, make_half, traced=True)
+    end = "every rule was kept"
+    try:
+        driver.run()
+    except Exception as error:
+        end = f"{type(error).__name__}: {error}"
+    trace = driver.world.trace or []
+    lines = [f"{at_s:9.4f} s  {who:<8} {what}" for at_s, who, what in trace[-max_lines:]]
+    if len(trace) > max_lines:
+        lines.insert(0, f"... {len(trace) - max_lines} lines before")
+    return "\n".join([f"world {seed}", *lines, end])
