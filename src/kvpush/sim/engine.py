@@ -166,7 +166,6 @@ class Engine:
             "fence": self.fence.idle,
             "core": self.core.idle,
             "writes in flight": self.transport.in_flight == 0,
-            "quarantine": self.core.num_quarantined_blocks == 0,
             "commands": not self._commands,
             "results": not self._results,
             "steps": not self._steps,

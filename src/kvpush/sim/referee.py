@@ -15,7 +15,7 @@ from kvpush.sim.scheduler import Entry
 from kvpush.sim.timing import TICK_S, TIMING
 from kvpush.sim.transport import Flight
 from kvpush.transfer.commands import Fetch
-from kvpush.transfer.results import LoadFailed, Received, Released, Result, Sent
+from kvpush.transfer.results import LoadFailed, Received, Result, Sent
 
 if TYPE_CHECKING:
     from kvpush.sim.engine import Engine

@@ -5,7 +5,7 @@ It calls the connector's scheduler half where vLLM does, and hands it outputs of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal, Protocol
@@ -145,10 +145,14 @@ class Scheduler:
         self.changes += 1
         if not blocks:
             return
-        if self.rules.defer_free and request.last_step > self._processed:
+        if self._must_defer(request):
             self._deferred.append((self._step, blocks, preempted))
             return
         self._on_free(self.pool.give_back(blocks), preempted)
+
+    def _must_defer(self, request: Request) -> bool:
+        """A step in flight may still write its blocks."""
+        return self.rules.defer_free and request.last_step > self._processed
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
@@ -184,13 +188,17 @@ class Scheduler:
         resumed: set[str] = set()
         taken_back = bool(self._preempted_ids)
         for request in list(self.running):
-            if budget and request.status is Status.RUNNING:
-                start = request.computed
-                count, gained = self._advance(request, budget, {entry.request.request_id for entry in entries})
-                if count:
-                    budget -= count
-                    cached.append((request, gained or None, start))
-                    entries.append(self._entry(request, start, count))
+            if not budget or request.status is not Status.RUNNING:
+                break
+            start = request.computed
+            advanced = self._advance(request, budget)
+            if advanced is None:
+                break
+            count, gained = advanced
+            if count:
+                budget -= count
+                cached.append((request, gained or None, start))
+                entries.append(self._entry(request, start, count))
         taken_back |= bool(self._preempted_ids)
         # Those that hold blocks come first, or they and whoever waits for their blocks would wait for each other.
         waiting = [*(r for r in self.waiting if r.blocks), *(r for r in self.waiting if not r.blocks)]
@@ -243,19 +251,20 @@ class Scheduler:
             request.placeholders += 1
         return entry
 
-    def _advance(self, request: Request, budget: int, scheduled: Collection[str]) -> tuple[int, list[int]]:
-        """A running request: (tokens of this step, blocks gained); it may have to take blocks from others."""
+    def _advance(self, request: Request, budget: int) -> tuple[int, list[int]] | None:
+        """A running request: (tokens of this step, blocks gained). It may take the blocks of later ones; None if there
+        is no room all the same."""
         count = min(request.known - request.computed, self.rules.chunk, budget)
         if count <= 0 or request.outputs + request.placeholders >= request.max_tokens:
             return 0, []
         need = num_blocks(request.computed + count) - len(request.blocks)
         while need > self.pool.num_free:
             victim = self.running[-1]
-            if victim.request_id in scheduled:
-                return 0, []
+            if self._must_defer(victim):
+                return None
             self._preempt(victim)
             if victim is request:
-                return 0, []
+                return None
         gained = self.pool.take(max(need, 0))
         request.blocks += gained
         self._cache(request, request.computed + count)

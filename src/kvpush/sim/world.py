@@ -10,7 +10,7 @@ import numpy as np
 
 from kvpush.plan.runs import Addresses
 from kvpush.sim.engine import BLOCK_BYTES, Engine, EngineSpec
-from kvpush.sim.referee import Referee, Violation
+from kvpush.sim.referee import Referee
 from kvpush.sim.scheduler import Half
 from kvpush.transport.fabric import MemoryFabric
 from kvpush.transport.faults import Faults
