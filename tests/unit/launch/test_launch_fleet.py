@@ -101,7 +101,7 @@ def test_a_death_while_serving_is_seen(tmp_path: Path) -> None:
         fleet.wait_ready(60)
         fleet.require_alive()
         engine.kill()
-        wait_until(lambda: fleet.dead() == [engine], "the death is noticed", timeout_s=5)
+        wait_until(lambda: fleet.dead() == [engine], "the death is noticed")
         with pytest.raises(LaunchError, match=r"the prefill engine died while it served \(signal SIGKILL\)"):
             fleet.require_alive()
 

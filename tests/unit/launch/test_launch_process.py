@@ -87,7 +87,7 @@ def test_nothing_is_left_when_the_supervisor_itself_is_killed(tmp_path: Path) ->
 def test_children_of_a_program_that_was_killed_do_not_stay(tmp_path: Path) -> None:
     process, pids = start(tmp_path)
     process.kill()
-    wait_until(lambda: not process.alive, "the death is noticed", timeout_s=5)
+    wait_until(lambda: not process.alive, "the death is noticed")
     assert process.exit_code == -signal.SIGKILL
     wait_until(lambda: not any(map(runs, pids)), "its children are gone")
     process.stop()
