@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -14,16 +14,14 @@ from kvpush.sim.timing import TIMING
 from kvpush.sim.world import MakeHalf, World
 from kvpush.transport.faults import Faults
 
-REST_BOUND_S = 3 * (TIMING.announced_timeout_s + TIMING.write_timeout_s + TIMING.peer_timeout_s)
-"""How long a world without faults may take to come to rest: chains of two bounds, and some more."""
+STALL_S = TIMING.announced_timeout_s + TIMING.write_timeout_s + 2 * TIMING.peer_timeout_s
+"""In a world without faults something happens for a request more often than this: no bound is longer."""
 
+QUARANTINE_S = 3.0
+"""How long lost writes may keep memory in quarantine before their writers are killed."""
 
-@dataclass(frozen=True, slots=True)
-class Leg:
-    """One request of a dispatch, as the router sends it."""
-
-    host: str
-    request: Request
+MAX_S = 200.0
+"""Seconds after which a world that never rests is stuck."""
 
 
 def draw_faults(random: Random) -> Faults:
@@ -90,6 +88,7 @@ class Driver:
         self.base = [[random.randrange(1000) for _ in range(40)] for _ in range(2)]
         self.span_s = random.choice([0.05, 0.5, 2.0])
         self.num_requests = 0
+        self.calm = False
         self.transfers: list[str] = []
 
     def run(self) -> None:
@@ -102,13 +101,12 @@ class Driver:
             self._plan_fault(random.random() * (self.span_s + 0.5))
         world.run_until(self.span_s + random.choice([0.1, 1.0, 2.0]))
         self._end_faults()
-        world.run_to_rest(REST_BOUND_S / 3 if world.suspects() else REST_BOUND_S)
-        if lost := world.suspects():
+        world.run_to_rest(STALL_S, QUARANTINE_S)
+        for engine in world.suspects():
             # Nobody can say what becomes of a lost write while its writer lives; after that, everything is free again.
-            for engine in lost:
-                world.kill(engine)
-                self._restart(engine.host)
-            world.run_to_rest(REST_BOUND_S)
+            world.kill(engine)
+            self._restart(engine.host)
+        world.run_to_rest(STALL_S, MAX_S)
         world.referee.check_end()
 
     # Requests
@@ -218,7 +216,7 @@ class Driver:
 
     def _fault(self, kind: str, host: str, other: str, for_s: float, noticed: bool) -> None:
         world, engine = self.world, self.world.engines[host]
-        if not engine.running:
+        if not engine.running or self.calm:
             return
         match kind:
             case "stop":
@@ -254,10 +252,11 @@ class Driver:
         """From now on nothing breaks: whatever waits for something must come to an end."""
         world = self.world
         world.note("world", "has no faults any more")
+        self.calm = True
         world.fabric.set_faults(Faults())
         for engine in world.agents.values():
             world.fabric.set_faults(None, writer=engine.agent)
-            engine.transport.freeze_at_post = False
+            engine.transport.calm()
             world.resume(engine)
         world.heal_all()
         for host in self.specs:

@@ -114,6 +114,7 @@ class Engine:
         self._fence_wait: tuple[Step, list[RequestId]] | None = None
         self._awake = self._quiet = False
         self._blocked_on: Step | None = None
+        self._forwards: deque[tuple[Step, Forward]] = deque()
         self._forward_end_s = 0.0
         self._look_at_s = float("inf")
         self._tick_at_s = 0.0
@@ -212,6 +213,8 @@ class Engine:
         self._steps.popleft()
         before = self.scheduler.changes
         self.scheduler.update(step)
+        if step.entries:
+            self.world.note_progress()
         self._quiet &= self.scheduler.changes == before
         self._again(2e-5)
 
@@ -274,21 +277,23 @@ class Engine:
         self._work()
 
     def _finish_launch(self, step: Step) -> None:
-        """The forward has been launched; it ends by itself, in the order of launches."""
+        """The forward has been launched and ends by itself."""
         event = Forward()
         self._submit(step.after, event)
         self._collect(step)
-
-        def end() -> None:
-            self._compute(step)
-            event.passed = True
-            self.look()
-            self._done(step)
-
+        self._forwards.append((step, event))
         fabric = self.world.fabric
-        fabric.after(max(self._forward_end_s - fabric.now_s, 0.0), end, self.agent)
+        fabric.after(max(self._forward_end_s - fabric.now_s, 0.0), self._finish_forward, self.agent)
         self._worker_busy = False
         self._work()
+
+    def _finish_forward(self) -> None:
+        """One forward has ended: the oldest one, whatever a stop has done to the order of events."""
+        step, event = self._forwards.popleft()
+        self._compute(step)
+        event.passed = True
+        self.look()
+        self._done(step)
 
     def _submit(self, commands: Sequence[Command], event: Event = PASSED) -> None:
         if commands:
@@ -338,6 +343,7 @@ class Engine:
             self.world.referee.on_result(self, result)
         if results:
             self._results += results
+            self.world.note_progress()
             self._wake()
         if self._fence_wait is not None:
             step, preempted = self._fence_wait

@@ -141,12 +141,21 @@ class Referee:
 
     def on_preempted(self, engine: Engine, request_id: RequestId, poisoned: Collection[RequestId]) -> None:
         self.seen["poisoned" if request_id in poisoned else "preempted"] += 1
+        if request_id in poisoned:
+            params = engine.scheduler.requests[request_id].kv_transfer_params or {}
+            for flight in self._open_from(engine.agent, None):
+                owners = self._owners.get(flight.target, {})
+                keys = {owners[block].fetch.key for block in flight.targets if block in owners}
+                flight.excused |= any(key.transfer_id == params["transfer_id"] for key in keys)
         self._trace(engine, f"preempts {request_id}{', poisoned' if request_id in poisoned else ''}")
 
-    def _open_from(self, agent: str, blocks: frozenset[int]) -> list[Flight]:
+    def _open_from(self, agent: str, blocks: frozenset[int] | None) -> list[Flight]:
+        """Writes in flight of an agent that read some of these blocks, or any."""
         fabric = self._world.fabric
         self._flights = [flight for flight in self._flights if flight.open(fabric)]
-        return [flight for flight in self._flights if flight.writer == agent and flight.sources & blocks]
+        return [
+            flight for flight in self._flights if flight.writer == agent and (blocks is None or flight.sources & blocks)
+        ]
 
     def on_reuse(self, engine: Engine, blocks: Collection[int]) -> None:
         """Blocks are overwritten by their next owner: what reads them now must never be committed."""

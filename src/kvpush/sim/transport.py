@@ -69,6 +69,12 @@ class WatchedTransport(MemoryTransport):
         else:
             super().notify(peer, payload)
 
+    def calm(self) -> None:
+        """Nothing that was meant to fail fails any more."""
+        self.freeze_at_post = False
+        self._fail_posts.clear()
+        self._fail_writes.clear()
+
     def thaw(self) -> None:
         """The process is stopped now; what was held back is its next step."""
         self.frozen = False

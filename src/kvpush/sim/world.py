@@ -34,6 +34,7 @@ class World:
         self._make_half = make_half
         self._one_machine = one_machine
         self._lives: dict[str, int] = {}
+        self._progress_s = 0.0
         self.fabric.on_land = self.referee.on_land
         self.fabric.on_wake = self._on_wake
 
@@ -140,11 +141,18 @@ class World:
         """Lets everything happen until then. Raises Violation."""
         self.fabric.advance(to_s)
 
-    def run_to_rest(self, bound_s: float) -> None:
-        """Lets everything happen until nothing is left to do. Raises Violation if that takes longer than the bound."""
+    def run_to_rest(self, stall_s: float, bound_s: float) -> None:
+        """Lets everything happen until nothing is left to do, nothing has come of it for so long, or time is up."""
         end_s = self.now_s + bound_s
-        while (next_s := self.fabric.next_event_s()) is not None and self.now_s < end_s:
-            self.fabric.advance(min(next_s + 0.05, end_s))
+        self.note_progress()
+        while (next_s := self.fabric.next_event_s()) is not None:
+            if self.now_s > min(self._progress_s + stall_s, end_s):
+                break
+            self.fabric.advance(next_s + 0.05)
+
+    def note_progress(self) -> None:
+        """A request has got further."""
+        self._progress_s = self.now_s
 
     def suspects(self) -> list[Engine]:
         """Engines with writes that have failed and may land for ever: only their end makes memory safe."""
