@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 
-import zmq
 from hypothesis import HealthCheck, settings
 
 from kvpush.transfer.sidechannel import (
@@ -20,6 +20,8 @@ from kvpush.transfer.sidechannel import (
     current_process,
     query_peer,
 )
+from kvpush.transfer.sidechannel.envelope import frame_bytes, new_nonce, seal
+from kvpush.transfer.sidechannel.messages import RankQuery, encode
 
 LOCAL = "127.0.0.1"
 SECRET = b"one secret for both sides"
@@ -75,31 +77,48 @@ def serving(secret: bytes | None = None, ready: bool = True, **changes: object) 
         server.stop()
 
 
+def read_frame(connection: socket.socket, limit_bytes: int = 8 * 1024 * 1024) -> bytes | None:
+    """The next frame; None if the connection ended before. Written for blocking sockets with a timeout."""
+    frame = b""
+    while (size := frame_bytes(frame, limit_bytes)) != len(frame):
+        piece = connection.recv(size - len(frame))
+        if not piece:
+            return None
+        frame += piece
+    return frame
+
+
 @contextlib.contextmanager
-def scripted_peer(reply: Callable[[bytes], list[bytes] | None]) -> Iterator[int]:
-    """A peer that answers each frame with the parts that `reply` returns; yields its port."""
-    context = zmq.Context()
-    router = context.socket(zmq.ROUTER)
-    router.setsockopt(zmq.LINGER, 0)
-    port = router.bind_to_random_port(f"tcp://{LOCAL}")
+def scripted_peer(reply: Callable[[bytes], bytes | None]) -> Iterator[int]:
+    """A peer that answers each frame with the bytes that `reply` returns, one client after another; yields its port."""
+    listener = socket.create_server((LOCAL, 0))
+    listener.settimeout(0.02)
     stop = threading.Event()
+
+    def converse(client: socket.socket) -> None:
+        client.settimeout(10)
+        while (frame := read_frame(client)) is not None:
+            answer = reply(frame)
+            if answer is not None:
+                client.sendall(answer)
 
     def serve() -> None:
         while not stop.is_set():
-            if router.poll(20):
-                identity, frame = router.recv_multipart()
-                parts = reply(frame)
-                if parts is not None:
-                    router.send_multipart([identity, *parts])
-        context.destroy(linger=0)
+            try:
+                client, _ = listener.accept()
+            except TimeoutError:
+                continue
+            with client, contextlib.suppress(OSError):
+                converse(client)
 
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        yield port
+        yield listener.getsockname()[1]
     finally:
         stop.set()
-        thread.join(5)
+        thread.join(15)
+        listener.close()
         assert not thread.is_alive()
 
 
@@ -187,3 +206,39 @@ def failure(port: int, **how: object) -> HandshakeError:
         error = caught
     assert error is not None, "there was an answer"
     return error
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
+    """Waits until it holds; fails if it does not by the limit."""
+    deadline_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+def still_answers(server: SideChannelServer, secret: bytes | None = None) -> None:
+    assert query_peer(LOCAL, server.port, 1, 0, "engine-1", secret, 30.0).rank == rank(1, 0)
+
+
+def connect(server: SideChannelServer) -> socket.socket:
+    """A stranger's connection."""
+    return socket.create_connection((LOCAL, server.port), timeout=10)
+
+
+def question(nonce: bytes | None = None) -> bytes:
+    """The frame that asks for the first rank."""
+    return seal("query", nonce or new_nonce(), encode(RankQuery(pp_rank=0, tp_rank=0)), None)
+
+
+def ended(connection: socket.socket) -> bool:
+    """True if the server has closed it; whatever it has sent before is read away."""
+    with contextlib.suppress(ConnectionError):
+        while connection.recv(65536):
+            pass
+    return True

@@ -14,6 +14,7 @@ from kvpush.transfer.sidechannel.envelope import (
     Challenges,
     NotAnEnvelope,
     OtherVersion,
+    frame_bytes,
     new_nonce,
     seal,
     secret_from_environment,
@@ -68,6 +69,43 @@ def test_random_bytes_raise_nothing_else(frame) -> None:
         assert secret is None
         assert len(nonce) == 16
         assert payload == frame[HEADER_BYTES:]
+
+
+@patient
+@given(nonces, st.binary(max_size=200), secrets, st.binary(max_size=40), st.integers(0, 300))
+def test_a_reader_needs_no_byte_after_the_frame_and_reads_none(nonce, payload, secret, following, limit) -> None:
+    """Whatever follows: what is asked for adds up to the frame, or is refused because it exceeds the limit."""
+    frame = seal("query", nonce, payload, secret)
+    stream, read = frame + following, b""
+    try:
+        while (size := frame_bytes(read, limit)) != len(read):
+            assert size > len(read)
+            assert size <= max(limit, 9)
+            read = stream[:size]
+    except NotAnEnvelope:
+        assert len(frame) > limit
+        assert len(read) == 9
+        return
+    assert read == frame
+
+
+@pytest.mark.parametrize(
+    ("start", "error"),
+    [
+        (b"G", NotAnEnvelope),
+        (b"KVS" + b"K", NotAnEnvelope),
+        (MAGIC + b"\x00", OtherVersion),
+        (MAGIC + bytes([VERSION]) + b"\xff\xff\xff\xff", NotAnEnvelope),
+        (MAGIC + bytes([VERSION]) + (HEADER_BYTES - 9 - 1).to_bytes(4, "big"), NotAnEnvelope),
+        (MAGIC + bytes([VERSION]) + (1000 - 9 + 1).to_bytes(4, "big"), NotAnEnvelope),
+    ],
+)
+def test_what_cannot_become_a_frame_is_refused_at_the_first_byte_that_shows_it(start, error) -> None:
+    with pytest.raises(error):
+        frame_bytes(start, 1000)
+    # All that went before could still have become one.
+    for length in range(len(start)):
+        assert length < frame_bytes(start[:length], 1000) <= 9
 
 
 def test_a_question_is_no_answer() -> None:

@@ -7,7 +7,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import zmq
 from sidechannel_cases import (
     LOCAL,
     OTHER_SECRET,
@@ -21,6 +20,7 @@ from sidechannel_cases import (
     serving,
     takes_at_most,
     tcp_peer,
+    until,
 )
 
 from kvpush.transfer.sidechannel import HandshakeError, PeerAnswer, SideChannelServer, query_peer
@@ -98,12 +98,12 @@ def test_a_peer_that_never_gets_ready_is_reported_as_that() -> None:
 def test_a_peer_that_was_not_ready_and_falls_silent_is_reported_as_not_ready() -> None:
     asked: list[bytes] = []
 
-    def once(frame: bytes) -> list[bytes] | None:
+    def once(frame: bytes) -> bytes | None:
         asked.append(frame)
         if len(asked) > 1:
             return None
         nonce, _ = unseal("query", frame, None)
-        return [seal("answer", nonce, encode(Refusal(code="not_ready", message="starting")), None)]
+        return seal("answer", nonce, encode(Refusal(code="not_ready", message="starting")), None)
 
     with scripted_peer(once) as port:
         error = failure(port, timeout_s=1.0)
@@ -268,17 +268,38 @@ def test_no_socket_or_thread_is_left_behind() -> None:
         assert threading.active_count() <= threads
 
 
-def test_the_context_is_closed_when_the_address_cannot_be_used(monkeypatch) -> None:
+def test_no_socket_is_left_when_the_address_cannot_be_used(monkeypatch) -> None:
     monkeypatch.setattr(
-        "kvpush.transfer.sidechannel.client.numeric_addresses", lambda host, timeout_s: ("not an address",)
+        "kvpush.transfer.sidechannel.client.numeric_addresses",
+        lambda host, timeout_s: ("not an address", "::1%nowhere"),
     )
-    closed: list[bool] = []
-    destroy = zmq.Context.destroy
+    files = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        assert failure(5600, timeout_s=1.0).code == "refused"
+    assert len(os.listdir("/proc/self/fd")) <= files + 1
 
-    def watched(self: zmq.Context[zmq.Socket[bytes]], linger: int | None = None) -> None:
-        destroy(self, linger)
-        closed.append(self.closed)
 
-    monkeypatch.setattr(zmq.Context, "destroy", watched)
-    assert failure(5600, timeout_s=1.0).code == "refused"
-    assert closed == [True]
+def test_a_connection_to_itself_is_nobody(monkeypatch) -> None:
+    """What the kernel makes, now and then, of a free port of the range from which it chooses our own end's port."""
+
+    class SamePort(socket.socket):
+        def connect(self, address: tuple[str, int]) -> None:
+            self.bind(address)
+            super().connect(address)
+
+    with socket.create_server((LOCAL, 0)) as taken:
+        port = taken.getsockname()[1]
+    monkeypatch.setattr("kvpush.transfer.sidechannel.connection.socket.socket", SamePort)
+    error = failure(port, timeout_s=20.0)
+    assert error.code == "refused"
+    assert "itself" in str(error)
+
+
+def test_who_waits_for_ranks_keeps_no_connection() -> None:
+    with serving(ready=False) as server, ThreadPoolExecutor(4) as pool:
+        files = len(os.listdir("/proc/self/fd"))
+        waiting = [pool.submit(failure, server.port, timeout_s=2.0) for _ in range(4)]
+        until(lambda: server.counters.not_ready >= 16)
+        # Pauses are long by now: at some moment nobody asks.
+        until(lambda: len(os.listdir("/proc/self/fd")) <= files + 1)
+        assert {future.result(10).code for future in waiting} == {"not_ready"}

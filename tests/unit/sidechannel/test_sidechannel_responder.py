@@ -183,6 +183,18 @@ def test_oversized_and_foreign_frames_get_no_answer() -> None:
     assert peer.counters.dropped == peer.counters.total() == 4
 
 
+def test_a_large_answer_is_not_copied_for_each_who_asks() -> None:
+    peer = responder(ready=False)
+    peer.set_ranks([rank(metadata=bytes(3 * 1024 * 1024))])
+    frames = [seal("query", bytes([n]) * 16, encode(RankQuery(pp_rank=0, tp_rank=0)), None) for n in range(2)]
+    first, second = (peer.answer_parts(frame, 0.0) for frame in frames)
+    assert first is not None
+    assert second is not None
+    assert first[1] is second[1]
+    assert first[0] != second[0]
+    assert b"".join(first) == peer.answer(frames[0], 0.0)
+
+
 def test_an_engine_out_of_bounds_is_refused() -> None:
     with pytest.raises(ValueError, match="pp_size"):
         Responder(engine(pp_size=0), None)

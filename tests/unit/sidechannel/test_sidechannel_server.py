@@ -1,29 +1,31 @@
-"""The server thread: starting, stopping, and what strangers send it."""
+"""The server: starting, stopping, and whose port it is."""
 
 import contextlib
 import os
-import random
 import socket
-import struct
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import zmq
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from sidechannel_cases import LOCAL, SECRET, engine, patient, rank, ranks, serving, takes_at_most
-from test_sidechannel_responder import sealed_garbage, sealed_queries
+from sidechannel_cases import (
+    LOCAL,
+    SECRET,
+    connect,
+    ended,
+    engine,
+    question,
+    rank,
+    ranks,
+    read_frame,
+    serving,
+    still_answers,
+    takes_at_most,
+    until,
+)
 
 from kvpush.transfer.sidechannel import SideChannelError, SideChannelServer, query_peer
-from kvpush.transfer.sidechannel.envelope import new_nonce, seal
-from kvpush.transfer.sidechannel.messages import RankQuery, encode
 
 pytestmark = pytest.mark.unit
-
-
-def still_answers(server: SideChannelServer, secret: bytes | None = None) -> None:
-    assert query_peer(LOCAL, server.port, 1, 0, "engine-1", secret, 30.0).rank == rank(1, 0)
 
 
 def test_a_taken_port_is_named_with_the_option_that_changes_it() -> None:
@@ -66,8 +68,12 @@ def test_a_name_can_be_bound() -> None:
         server.stop()
 
 
-def test_all_interfaces_can_be_bound() -> None:
-    server = SideChannelServer("0.0.0.0", 0, engine(), None)
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", pytest.param("::", marks=pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6"))]
+)
+def test_all_interfaces_can_be_bound(host) -> None:
+    """Also those with IPv4 addresses, if it is asked for as IPv6."""
+    server = SideChannelServer(host, 0, engine(), None)
     server.start()
     try:
         server.set_ranks(ranks())
@@ -114,114 +120,53 @@ def test_the_missing_secret_is_logged_once(caplog) -> None:
         assert sum("KVPUSH_SECRET is not set" in record.getMessage() for record in caplog.records) == lines
 
 
-@contextlib.contextmanager
-def dealer(port: int, kind: int = zmq.DEALER):
-    context = zmq.Context()
+def time_wait_at(port: int) -> int:
+    """Connections at this local port, on our side, that have ended and that TCP still remembers."""
+    with open("/proc/net/tcp") as file:
+        rows = [line.split() for line in file.readlines()[1:]]
+    return sum(row[1].endswith(f":{port:04X}") and row[3] == "06" for row in rows)
+
+
+def test_a_restarted_engine_gets_its_port_although_tcp_remembers_connections() -> None:
+    server = SideChannelServer(LOCAL, 0, engine(), None)
+    server.start()
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(connect(server)) for _ in range(5)]
+        for client in clients:
+            client.sendall(question())
+            assert read_frame(client)
+        server.stop()
+        # The side that closes first remembers: here the server.
+        assert all(ended(client) for client in clients)
+    until(lambda: time_wait_at(server.port) > 0)
+    again = SideChannelServer(LOCAL, server.port, engine(incarnation="life-2"), None)
+    again.start()
     try:
-        made = context.socket(kind)
-        made.setsockopt(zmq.LINGER, 1000)
-        made.connect(f"tcp://{LOCAL}:{port}")
-        yield made
-        made.close()
-        context.term()
+        again.set_ranks(ranks())
+        still_answers(again)
     finally:
-        context.destroy(linger=0)
+        again.stop()
 
 
-def until_counted(server: SideChannelServer, total: int) -> None:
-    limit = time.monotonic() + 60
-    while server.counters.total() < total and time.monotonic() < limit:
-        time.sleep(0.005)
-    assert server.counters.total() == total
+def test_of_many_that_start_at_one_port_at_once_one_gets_it() -> None:
+    with socket.create_server((LOCAL, 0)) as taken:
+        port = taken.getsockname()[1]
+    servers = [SideChannelServer(LOCAL, port, engine(), None) for _ in range(8)]
+    together = threading.Barrier(len(servers))
 
-
-@pytest.fixture(params=[None, SECRET], ids=["open", "secret"])
-def live(request):
-    with serving(request.param) as server:
-        yield server, request.param
-
-
-parts = st.one_of(st.binary(max_size=300), sealed_garbage, sealed_queries)
-
-
-@settings(patient, max_examples=40)
-@given(st.lists(st.lists(parts, min_size=1, max_size=6), min_size=1, max_size=10))
-def test_a_live_server_counts_each_message_once_and_goes_on(live, messages) -> None:
-    server, secret = live
-    before = server.counters.total()
-    with dealer(server.port) as stranger:
-        for message in messages:
-            stranger.send_multipart(message)
-        until_counted(server, before + len(messages))
-    assert server.counters.internal == 0
-    still_answers(server, secret)
-
-
-def test_raw_bytes_do_not_stop_a_live_server(live) -> None:
-    server, secret = live
-    generator = random.Random(1)
-    ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
-    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
-    # What a connection may have got to before it sends rubbish: nothing, the signature, the greeting, the handshake.
-    prefixes = [b"", greeting[:10], greeting, greeting + b"\x04" + bytes([len(ready)]) + ready]
-    for round_ in range(80):
-        with socket.create_connection((LOCAL, server.port), timeout=5) as stranger, contextlib.suppress(OSError):
-            stranger.sendall(prefixes[round_ % len(prefixes)] + generator.randbytes(generator.randint(0, 3000)))
-            if round_ % 3 == 0:
-                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # ends in a reset
-    still_answers(server, secret)
-    assert server.counters.internal == 0
-
-
-def test_messages_far_above_the_limit_cost_their_sender_the_connection(live) -> None:
-    server, secret = live
-    before = server.counters.total()
-    with dealer(server.port) as stranger:
-        watch = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        stranger.send(bytes(10 * 1024 * 1024))
-        assert watch.poll(10_000)
-        stranger.disable_monitor()
-        watch.close()
-        stranger.setsockopt(zmq.LINGER, 0)
-    still_answers(server, secret)
-    assert server.counters.total() - before == (2 if secret else 1)  # our own question only
-
-
-def test_other_socket_kinds_do_not_disturb(live) -> None:
-    server, secret = live
-    for kind in (zmq.REQ, zmq.PUSH, zmq.SUB, zmq.ROUTER):
-        context = zmq.Context()
-        stranger = context.socket(kind)
-        stranger.connect(f"tcp://{LOCAL}:{server.port}")
-        if kind == zmq.REQ:
-            stranger.send(seal("query", new_nonce(), encode(RankQuery(pp_rank=0, tp_rank=0)), secret))
-            assert not stranger.poll(300)
-        context.destroy(linger=0)
-    still_answers(server, secret)
-
-
-def test_a_client_that_never_reads_cannot_fill_our_memory() -> None:
-    def resident_bytes() -> int:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    questions = 200
-    with serving(ready=False) as server:
-        server.set_ranks([rank(metadata=bytes(2 * 1024 * 1024)), rank(1, 0)])
-        still_answers(server)
-        before = resident_bytes()
-        context = zmq.Context()
+    def start(server: SideChannelServer) -> str:
+        together.wait(20)
         try:
-            greedy = context.socket(zmq.DEALER)
-            greedy.setsockopt(zmq.LINGER, 0)
-            greedy.setsockopt(zmq.RCVHWM, 1)
-            greedy.setsockopt(zmq.RCVBUF, 65536)
-            greedy.connect(f"tcp://{LOCAL}:{server.port}")
-            for _ in range(questions):
-                greedy.send(seal("query", new_nonce(), encode(RankQuery(pp_rank=0, tp_rank=0)), None))
-            until_counted(server, 1 + questions)
-            # Unread answers would be 400 MiB; some are in flight on both sides.
-            assert resident_bytes() - before < 100 * 1024 * 1024
-            still_answers(server)
-        finally:
-            context.destroy(linger=0)
+            server.start()
+        except SideChannelError as error:
+            return str(error)
+        return ""
+
+    try:
+        with ThreadPoolExecutor(len(servers)) as pool:
+            results = sorted(pool.map(start, servers, timeout=30))
+        assert results[0] == ""
+        assert all("the port is taken" in result for result in results[1:])
+    finally:
+        for server in servers:
+            server.stop()

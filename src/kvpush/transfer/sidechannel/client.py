@@ -101,8 +101,7 @@ def _ask(
     for index, address in enumerate(addresses):
         share_s = remaining_s(deadline_s) / (len(addresses) - index)
         try:
-            with Connection(address, port, where, secret, time.monotonic() + share_s) as connection:
-                return _converse(connection, where, query, time.monotonic() + share_s)
+            return _converse(address, port, where, query, secret, time.monotonic() + share_s)
         except HandshakeError as error:
             if error.code not in ("refused", "timeout"):
                 raise
@@ -112,31 +111,41 @@ def _ask(
 
 
 def _converse(
-    connection: Connection, where: str, query: Callable[[bytes], Query], deadline_s: float
+    address: str, port: int, where: str, query: Callable[[bytes], Query], secret: bytes | None, deadline_s: float
 ) -> PeerAnswer | WriterAnswer:
-    """Asks until there is an answer that is final: takes up challenges, waits for ranks that are not ready."""
-    challenge, challenges, pause_s = b"", 0, _FIRST_PAUSE_S
+    """Asks until there is an answer that is final; waits for ranks that are not ready.
+
+    Each time over a new connection: hundreds of workers that wait for one engine must not hold it up meanwhile.
+    """
+    pause_s = _FIRST_PAUSE_S
     not_ready: HandshakeError | None = None
     while True:
         try:
-            answer = connection.ask(query(challenge))
+            with Connection(address, port, where, secret, deadline_s) as connection:
+                answer = _answered(connection, where, query)
         except HandshakeError as error:
             if error.code == "timeout" and not_ready is not None:
                 # The deadline cut off one of many questions; what the peer said before is what the caller must know.
                 raise not_ready from error
             raise
-        if isinstance(answer, Challenge):
-            challenges += 1
-            if challenges > _MAX_CHALLENGES:
-                raise HandshakeError("malformed", f"{where}: the peer does not accept its own challenges")
-            challenge = answer.challenge
-        elif isinstance(answer, Refusal):
-            refused = HandshakeError(_CODES[answer.code], f"{where}: {printable(answer.message)}")
-            if answer.code != "not_ready" or remaining_s(deadline_s) <= pause_s:
-                raise refused
-            not_ready = refused
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            challenges = 0  # one may have expired while we waited
-        else:
+        if not isinstance(answer, Refusal):
             return answer
+        refused = HandshakeError(_CODES[answer.code], f"{where}: {printable(answer.message)}")
+        if answer.code != "not_ready" or remaining_s(deadline_s) <= pause_s:
+            raise refused
+        not_ready = refused
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _answered(
+    connection: Connection, where: str, query: Callable[[bytes], Query]
+) -> PeerAnswer | WriterAnswer | Refusal:
+    """Asks, and asks again with the challenge if the peer wants one."""
+    challenge = b""
+    for _ in range(1 + _MAX_CHALLENGES):
+        answer = connection.ask(query(challenge))
+        if not isinstance(answer, Challenge):
+            return answer
+        challenge = answer.challenge
+    raise HandshakeError("malformed", f"{where}: the peer does not accept its own challenges")

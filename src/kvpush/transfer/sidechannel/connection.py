@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
+import socket
 import time
 from types import TracebackType
 
-import zmq
-from zmq.utils.monitor import recv_monitor_message
-
-from kvpush.transfer.addresses import address_text
 from kvpush.transfer.sidechannel.envelope import (
     HEADER_BYTES,
     BadMac,
     NotAnEnvelope,
     OtherVersion,
+    frame_bytes,
     new_nonce,
     seal,
     unseal,
@@ -29,11 +26,8 @@ from kvpush.transfer.sidechannel.messages import (
     encode,
 )
 
-_FAILED_BEFORE_CONNECT = zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
-_NOT_OUR_PROTOCOL = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-# No detail: the connection ended while the two sides greeted each other.
-_CLOSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_DISCONNECTED
-_WATCHED = _FAILED_BEFORE_CONNECT | _NOT_OUR_PROTOCOL | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _CLOSED
+_MAX_FRAME_BYTES = MAX_ANSWER_BYTES + HEADER_BYTES
+_AT_ONCE_BYTES = 256 * 1024
 
 
 def remaining_s(deadline_s: float) -> float:
@@ -45,26 +39,35 @@ class Connection:
     """Connects once to a numeric address and asks one question at a time. One thread uses it.
 
     where: how messages name the peer. deadline_s: monotonic time by which everything has ended.
+    Raises HandshakeError: refused or timeout, if there will be no connection.
     """
 
     def __init__(self, address: str, port: int, where: str, secret: bytes | None, deadline_s: float) -> None:
         self._where = where
         self._secret = secret
         self._deadline_s = deadline_s
-        self._progress = "no connection"
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._socket = self._context.socket(zmq.DEALER)
-            self._socket.setsockopt(zmq.LINGER, 0)
-            self._socket.setsockopt(zmq.IPV6, ":" in address)
-            self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_ANSWER_BYTES + HEADER_BYTES)
-            # One attempt: whoever is not there now is reported at once instead of at the deadline.
-            self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
-            self._monitor = self._socket.get_monitor_socket(_WATCHED)
-            self._socket.connect(f"tcp://{address_text(address, port)}")
-        except zmq.ZMQError as error:
-            self.close()
+            # Asks nobody, because the address is numeric; it finds the family and an IPv6 scope.
+            family, kind, protocol, _, target = socket.getaddrinfo(
+                address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+            )[0]
+            self._socket = socket.socket(family, kind, protocol)
+        except OSError as error:
             raise HandshakeError("refused", f"{where}: cannot connect to {address}: {error}") from error
+        try:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._wait("no connection")
+            self._socket.connect(target)
+            if self._socket.getsockname() == self._socket.getpeername():
+                # To a free port that the kernel chose for our own end too, it connects us to ourselves.
+                raise ConnectionRefusedError("connected to itself")
+        except TimeoutError:
+            self.close()
+            raise self._late("no connection") from None
+        except OSError as error:
+            self.close()
+            message = f"{where}: nobody listens there, or it cannot be reached: {error}"
+            raise HandshakeError("refused", message) from error
         except BaseException:
             self.close()
             raise
@@ -79,61 +82,64 @@ class Connection:
 
     def close(self) -> None:
         """Ends the connection without waiting for anything."""
-        self._context.destroy(linger=0)
+        self._socket.close()
 
     def ask(self, query: Query) -> Answer:
         """The authentic answer to a question. Raises HandshakeError: timeout, refused, malformed, version, bad_mac."""
         nonce = new_nonce()
-        try:
-            self._socket.send(seal("query", nonce, encode(query), self._secret), zmq.NOBLOCK)
-        except zmq.Again:
-            raise self._closed() from None
+        self._send(seal("query", nonce, encode(query), self._secret))
         while True:
-            frame = self._receive()
             try:
-                answered, payload = unseal("answer", frame, self._secret)
+                answered, payload = unseal("answer", self._receive(), self._secret)
                 if answered == nonce:
                     return decode_answer(payload)
             except OtherVersion as error:
                 raise HandshakeError("version", f"{self._where}: {error}") from None
             except BadMac as error:
                 raise HandshakeError("bad_mac", f"{self._where}: {error}") from None
-            except (NotAnEnvelope, MalformedMessage) as error:
+            except NotAnEnvelope as error:
+                message = f"{self._where}: whoever listens there does not speak this protocol: {error}"
+                raise HandshakeError("malformed", message) from None
+            except MalformedMessage as error:
                 raise HandshakeError("malformed", f"{self._where}: the answer is malformed: {error}") from None
             # Authentic, but of another question: nobody sends this by accident. Go on until the deadline.
 
-    def _receive(self) -> bytes:
-        """The next frame; HandshakeError if there will be none."""
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
-        while True:
-            # Up, so that the last millisecond is not spent spinning.
-            events = dict(poller.poll(math.ceil(remaining_s(self._deadline_s) * 1000)))
-            if self._socket in events:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK)
-                if len(parts) != 1:
-                    raise HandshakeError("malformed", f"{self._where}: the answer has {len(parts)} parts")
-                return parts[0]
-            if self._monitor in events:
-                event = recv_monitor_message(self._monitor)["event"]
-                # The answer may have come in between the two looks, right before the peer closed.
-                if not event & _CLOSED or not self._socket.poll(0):
-                    self._see(event)
-            elif remaining_s(self._deadline_s) == 0.0:
-                raise HandshakeError("timeout", f"{self._where}: {self._progress} by the deadline")
+    def _send(self, frame: bytes) -> None:
+        self._wait("connected, but the question was not taken")
+        try:
+            self._socket.sendall(frame)
+        except TimeoutError:
+            raise self._late("connected, but the question was not taken") from None
+        except OSError:
+            raise self._closed() from None
 
-    def _see(self, event: int) -> None:
-        if event == zmq.EVENT_CONNECTED:
-            self._progress = "connected, but the peer does not speak"
-        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._progress = "connected, but no answer"
-        elif event & _NOT_OUR_PROTOCOL:
-            raise HandshakeError("malformed", f"{self._where}: whoever listens there does not speak this protocol")
-        elif event & _CLOSED:
-            raise self._closed()
-        elif event & _FAILED_BEFORE_CONNECT:
-            raise HandshakeError("refused", f"{self._where}: nobody listens there, or it cannot be reached")
+    def _receive(self) -> bytes:
+        """The next frame, read up to its end and not further. Raises also NotAnEnvelope, OtherVersion."""
+        frame = bytearray()
+        while (size := frame_bytes(frame, _MAX_FRAME_BYTES)) != len(frame):
+            progress = f"connected, but only {len(frame)} bytes of an answer" if frame else "connected, but no answer"
+            # Anew for each piece: a peer that drips must not stretch the deadline.
+            self._wait(progress)
+            try:
+                piece = self._socket.recv(min(size - len(frame), _AT_ONCE_BYTES))
+            except TimeoutError:
+                raise self._late(progress) from None
+            except OSError:
+                raise self._closed() from None
+            if not piece:
+                raise self._closed()
+            frame += piece
+        return bytes(frame)
+
+    def _wait(self, progress: str) -> None:
+        """Lets the next call on the socket last until the deadline."""
+        left_s = remaining_s(self._deadline_s)
+        if left_s == 0.0:
+            raise self._late(progress)
+        self._socket.settimeout(left_s)
+
+    def _late(self, progress: str) -> HandshakeError:
+        return HandshakeError("timeout", f"{self._where}: {progress} by the deadline")
 
     def _closed(self) -> HandshakeError:
         return HandshakeError("refused", f"{self._where}: the peer closed the connection before it answered")

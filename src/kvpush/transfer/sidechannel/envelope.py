@@ -1,9 +1,11 @@
-"""The frame around every side channel message, and what authenticates it.
+"""The frame around every side channel message: what bounds it and what authenticates it.
 
-    magic (4) | version (1) | sealed (1) | nonce (16) | mac (32, zeros if not sealed) | msgpack payload
+    magic (4) | version (1) | length (4) | sealed (1) | nonce (16) | mac (32, zeros if not sealed) | msgpack payload
 
-The first five bytes never change between versions. The client chooses a fresh nonce for each question; the answer
-carries the same one. With a secret, mac = HMAC-SHA256(secret, direction, version, nonce, payload), so
+length: bytes after it. Frames follow each other on a TCP connection with nothing between them, so whoever reads one
+knows after 9 bytes how much it will keep, and keeps nothing that is longer than it wants. The first five bytes never
+change between versions; what follows them may. The client chooses a fresh nonce for each question; the answer carries
+the same one. With a secret, mac = HMAC-SHA256(secret, direction, version, nonce, payload), so
 
 - nobody without the secret can ask, and nobody without it can answer (a forged answer would make us write elsewhere);
 - an answer cannot be replayed, because its nonce is not that of a later question;
@@ -15,10 +17,9 @@ carries the same one. With a secret, mac = HMAC-SHA256(secret, direction, versio
 
 It does not hide anything: whoever can read the network sees the transport metadata. It does not stop somebody in the
 middle from withholding or delaying messages, or from carrying a question to another engine that holds the same
-secret (which `expected_engine_id` finds). It does not protect the transport's own traffic. Nor does it protect from
-exhaustion: libzmq keeps the parts of an unfinished multipart message without a bound and before anything can be
-verified, so the port must not be reachable from networks that are not trusted. Without a secret the whole network is
-trusted.
+secret (which `expected_engine_id` finds). It does not protect the transport's own traffic. Whoever reaches the port
+can cost the server bounded memory and a bounded number of connections (see `service`), and can keep others from being
+answered by opening connections faster than they can ask. Without a secret the whole network is trusted.
 """
 
 from __future__ import annotations
@@ -35,8 +36,12 @@ NONCE_BYTES: Final = 16
 SECRET_VARIABLE: Final = "KVPUSH_SECRET"
 CHALLENGE_LIFETIME_S: Final = 30.0
 
-_HEADER = struct.Struct(">4sBB16s32s")
+_HEADER = struct.Struct(">4sBIB16s32s")
 HEADER_BYTES: Final = _HEADER.size
+# What a reader needs to see before it knows the version, and then the length.
+_PREFIX_BYTES: Final = 5
+_LENGTH_BYTES: Final = 9
+_LONGEST: Final = _LENGTH_BYTES + 2**32 - 1
 _NO_MAC = bytes(32)
 
 Direction = Literal["query", "answer"]
@@ -74,8 +79,37 @@ def new_nonce() -> bytes:
 
 def seal(direction: Direction, nonce: bytes, payload: bytes, secret: bytes | None) -> bytes:
     """Frame around payload; authenticated if there is a secret."""
+    return header(direction, nonce, payload, secret) + payload
+
+
+def header(direction: Direction, nonce: bytes, payload: bytes, secret: bytes | None) -> bytes:
+    """What stands before the payload in its frame, so that one large payload can be sent to many without a copy."""
     mac = _NO_MAC if secret is None else _mac(direction, nonce, payload, secret)
-    return _HEADER.pack(MAGIC, VERSION, secret is not None, nonce, mac) + payload
+    length = HEADER_BYTES - _LENGTH_BYTES + len(payload)
+    return _HEADER.pack(MAGIC, VERSION, length, secret is not None, nonce, mac)
+
+
+def frame_bytes(start: bytes | bytearray, limit_bytes: int) -> int:
+    """How long a frame is, as far as its first bytes tell; the frame is whole when `start` is as long as that.
+
+    A reader begins with nothing, reads up to the number it gets here and asks again. So it never reads more than one
+    frame and never keeps more than limit_bytes. Raises NotAnEnvelope as soon as the bytes cannot be the start of a
+    frame of at most limit_bytes, OtherVersion if they are one of another version.
+    """
+    if start[: len(MAGIC)] != MAGIC[: len(start)]:
+        raise NotAnEnvelope("no side channel magic")
+    if len(start) < _PREFIX_BYTES:
+        return _PREFIX_BYTES
+    if start[len(MAGIC)] != VERSION:
+        raise OtherVersion(start[len(MAGIC)])
+    if len(start) < _LENGTH_BYTES:
+        return _LENGTH_BYTES
+    size = _LENGTH_BYTES + int.from_bytes(start[_PREFIX_BYTES:_LENGTH_BYTES], "big")
+    if size < HEADER_BYTES:
+        raise NotAnEnvelope(f"{size} bytes are no header")
+    if size > limit_bytes:
+        raise NotAnEnvelope(f"a frame of {size} bytes, {limit_bytes} are allowed")
+    return size
 
 
 def unseal(direction: Direction, frame: bytes, secret: bytes | None) -> tuple[bytes, bytes]:
@@ -83,13 +117,10 @@ def unseal(direction: Direction, frame: bytes, secret: bytes | None) -> tuple[by
 
     Raises NotAnEnvelope, OtherVersion or BadMac and nothing else. The payload may still be malformed.
     """
-    if frame[: len(MAGIC)] != MAGIC or len(frame) <= len(MAGIC):
-        raise NotAnEnvelope("no side channel magic")
-    if frame[len(MAGIC)] != VERSION:
-        raise OtherVersion(frame[len(MAGIC)])
-    if len(frame) < HEADER_BYTES:
-        raise NotAnEnvelope(f"{len(frame)} bytes are no header")
-    _, _, sealed, nonce, mac = _HEADER.unpack_from(frame)
+    size = frame_bytes(frame, _LONGEST)
+    if size != len(frame):
+        raise NotAnEnvelope(f"{len(frame)} bytes, where the frame has {size}")
+    _, _, _, sealed, nonce, mac = _HEADER.unpack_from(frame)
     if sealed not in (0, 1):
         raise NotAnEnvelope(f"sealed is {sealed}")
     payload = frame[HEADER_BYTES:]
@@ -107,7 +138,9 @@ def unseal(direction: Direction, frame: bytes, secret: bytes | None) -> tuple[by
 def _mac(direction: Direction, nonce: bytes, payload: bytes, secret: bytes) -> bytes:
     # All parts but the last have a fixed length, so no two frames have the same input.
     label = f"kvpush side channel {direction:<8}".encode()
-    return hmac.new(secret, label + bytes([VERSION]) + nonce + payload, hashlib.sha256).digest()
+    mac = hmac.new(secret, label + bytes([VERSION]) + nonce, hashlib.sha256)
+    mac.update(payload)
+    return mac.digest()
 
 
 class Challenges:

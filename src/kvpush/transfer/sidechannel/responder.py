@@ -14,7 +14,7 @@ from kvpush.transfer.sidechannel.envelope import (
     Challenges,
     NotAnEnvelope,
     OtherVersion,
-    seal,
+    header,
     unseal,
 )
 from kvpush.transfer.sidechannel.errors import printable
@@ -39,6 +39,7 @@ from kvpush.transfer.sidechannel.process import process_gone
 
 _log = logging.getLogger(__name__)
 _WARNING_INTERVAL_S = 60.0
+MAX_QUESTION_BYTES = MAX_QUERY_BYTES + HEADER_BYTES
 
 
 class Responder:
@@ -81,6 +82,11 @@ class Responder:
 
     def answer(self, frame: bytes, now_s: float) -> bytes | None:
         """The frame to send back, or None if nothing is. Never raises; counts what it saw. `now_s` is monotonic."""
+        parts = self.answer_parts(frame, now_s)
+        return None if parts is None else b"".join(parts)
+
+    def answer_parts(self, frame: bytes, now_s: float) -> tuple[bytes, bytes] | None:
+        """As `answer`, but header and payload apart: the payload is shared by all who ask for the same rank."""
         try:
             return self._answer(frame, now_s)
         except Exception:
@@ -90,11 +96,11 @@ class Responder:
             return None
 
     def drop(self) -> None:
-        """Counts a message that does not even hold a frame."""
+        """Counts a message that is not even a frame."""
         self.counters.dropped += 1
 
-    def _answer(self, frame: bytes, now_s: float) -> bytes | None:
-        if len(frame) > MAX_QUERY_BYTES + HEADER_BYTES:
+    def _answer(self, frame: bytes, now_s: float) -> tuple[bytes, bytes] | None:
+        if len(frame) > MAX_QUESTION_BYTES:
             self.drop()
             return None
         try:
@@ -122,7 +128,7 @@ class Responder:
             return self._seal(nonce, encode(WriterAnswer(engine=self.engine, gone=process_gone(query.writer))))
         return self._answer_rank(nonce, query)
 
-    def _answer_rank(self, nonce: bytes, query: RankQuery) -> bytes:
+    def _answer_rank(self, nonce: bytes, query: RankQuery) -> tuple[bytes, bytes]:
         mine, rank = self.engine.engine_id, f"rank pp{query.pp_rank}tp{query.tp_rank}"
         if query.expected_engine_id not in (None, mine):
             expected = printable(query.expected_engine_id or "''", 200)
@@ -139,9 +145,9 @@ class Responder:
     def _exists(self, pp_rank: int, tp_rank: int) -> bool:
         return 0 <= pp_rank < self.engine.pp_size and 0 <= tp_rank < self.engine.tp_size
 
-    def _refuse(self, nonce: bytes, code: ErrorCode, message: str) -> bytes:
+    def _refuse(self, nonce: bytes, code: ErrorCode, message: str) -> tuple[bytes, bytes]:
         self.counters.count(code)
         return self._seal(nonce, encode(Refusal(code=code, message=printable(message, 500))))
 
-    def _seal(self, nonce: bytes, payload: bytes) -> bytes:
-        return seal("answer", nonce, payload, self._secret)
+    def _seal(self, nonce: bytes, payload: bytes) -> tuple[bytes, bytes]:
+        return header("answer", nonce, payload, self._secret), payload

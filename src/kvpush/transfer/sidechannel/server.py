@@ -1,22 +1,21 @@
-"""The server thread: one socket, one `Responder`."""
+"""What an engine starts and stops: a port, a thread, a `Responder`."""
 
 from __future__ import annotations
 
 import errno
 import logging
 import os
+import socket
 import threading
-import time
 from collections.abc import Sequence
-
-import zmq
 
 from kvpush.transfer.addresses import address_text, numeric_addresses
 from kvpush.transfer.sidechannel.counters import SideChannelCounters
-from kvpush.transfer.sidechannel.envelope import HEADER_BYTES, SECRET_VARIABLE
+from kvpush.transfer.sidechannel.envelope import SECRET_VARIABLE
 from kvpush.transfer.sidechannel.errors import SideChannelError
-from kvpush.transfer.sidechannel.messages import MAX_QUERY_BYTES, EngineInfo, RankInfo
+from kvpush.transfer.sidechannel.messages import EngineInfo, RankInfo
 from kvpush.transfer.sidechannel.responder import Responder
+from kvpush.transfer.sidechannel.service import MAX_SESSIONS, Service, kernel_buffers
 
 _log = logging.getLogger(__name__)
 
@@ -60,12 +59,7 @@ class SideChannelServer:
         """
         if self._thread is not None:
             raise SideChannelError(f"the side channel at {address_text(self.host, self._port)} was started twice")
-        context = zmq.Context()
-        try:
-            socket = self._bind(context)
-        except BaseException:
-            context.destroy(linger=0)
-            raise
+        listener = self._listen()
         if not self._secured:
             _log.warning(
                 "side channel %s: %s is not set, so whoever reaches this port is trusted",
@@ -73,9 +67,9 @@ class SideChannelServer:
                 SECRET_VARIABLE,
             )
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        # The socket changes its owner here: from now on only the thread uses it.
+        # From now on only the thread uses the socket.
         self._thread = threading.Thread(
-            target=self._serve, args=(context, socket, self._wake), name="kvpush-side-channel", daemon=True
+            target=Service(listener, self._wake, self._responder).run, name="kvpush-side-channel", daemon=True
         )
         self._thread.start()
 
@@ -95,60 +89,33 @@ class SideChannelServer:
         os.close(self._wake)
         self._thread = self._wake = None
 
-    def _bind(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    def _listen(self) -> socket.socket:
         where = address_text(self.host, self._port)
         try:
             address = numeric_addresses(self.host, _RESOLVE_TIMEOUT_S)[0]
+            # Asks nobody, because the address is numeric; it finds the family and an IPv6 scope.
+            family, kind, protocol, _, own = socket.getaddrinfo(
+                address, self._port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+            )[0]
+            listener = socket.socket(family, kind, protocol)
         except OSError as error:
             raise SideChannelError(f"cannot offer the side channel at {where}: {error}") from error
-        socket = context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.IPV6, ":" in address)
-        # Larger frames cost their sender the connection; what is only a little too large is counted by the responder.
-        socket.setsockopt(zmq.MAXMSGSIZE, 4 * (MAX_QUERY_BYTES + HEADER_BYTES))
-        # A client has one question at a time. One that asks on without reading must not fill our memory with answers.
-        socket.setsockopt(zmq.RCVHWM, 16)
-        socket.setsockopt(zmq.SNDHWM, 4)
-        # Connections that never speak, and those whose machine is gone, are closed.
-        socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, 10_000)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30_000)
         try:
-            socket.bind(f"tcp://{address_text(address, self._port)}")
-        except zmq.ZMQError as error:
+            # Connections of an earlier life that have not timed out yet do not keep the port. On Linux two sockets
+            # still cannot listen at one port: whoever comes second fails, at the latest in listen().
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # "::" is every address, also IPv4
+            kernel_buffers(listener)
+            listener.setblocking(False)
+            listener.bind(own)
+            listener.listen(MAX_SESSIONS)
+        except OSError as error:
+            listener.close()
             reason = "the port is taken" if error.errno == errno.EADDRINUSE else str(error)
             raise SideChannelError(
                 f"cannot offer the side channel at {where}: {reason}; choose another with {PORT_OPTION} in "
                 f"kv_connector_extra_config or with the environment variable {PORT_VARIABLE} (0 takes a free port)"
             ) from error
-        self._port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        return socket
-
-    def _serve(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], wake: int) -> None:
-        poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(wake, zmq.POLLIN)
-        try:
-            while wake not in dict(poller.poll()):
-                try:
-                    self._serve_one(socket)
-                except zmq.ZMQError as error:
-                    # A peer that vanished between its question and our answer; nobody is left to be told.
-                    _log.debug("side channel: %s", error)
-        finally:
-            context.destroy(linger=0)
-
-    def _serve_one(self, socket: zmq.Socket[bytes]) -> None:
-        parts = [socket.recv(zmq.NOBLOCK)]
-        count = 1
-        while socket.getsockopt(zmq.RCVMORE):
-            part = socket.recv(zmq.NOBLOCK)
-            count += 1
-            if count == 2:
-                parts.append(part)
-        if count != 2:
-            self._responder.drop()
-            return
-        answer = self._responder.answer(parts[1], time.monotonic())
-        if answer is not None:
-            socket.send_multipart([parts[0], answer], zmq.NOBLOCK)
+        self._port = int(listener.getsockname()[1])
+        return listener
