@@ -34,16 +34,18 @@ class _Load:
     prompt: PromptIdentity
     stage: _Stage = _Stage.NEW
     consumer: int | None = None
+    phantom: bool = False
 
 
 @dataclass(slots=True)
 class _Transfer:
     """The live requests of one transfer id. next_consumer: indices are given in order of admission attempts, because a
-    phantom hardly ever gets that far. announced: P was told that somebody waits."""
+    phantom hardly ever gets that far. announced: P was told that somebody waits. closed: that nobody else comes."""
 
     loads: dict[RequestId, _Load] = field(default_factory=dict)
     next_consumer: int = 0
     announced: bool = False
+    closed: bool = False
 
     def take_index(self, load: _Load) -> int:
         """The consumer index of a load, the same whenever it is asked for."""
@@ -60,7 +62,7 @@ class ConsumerScheduler:
         self._prefix_caching = prefix_caching
         self._loads: dict[RequestId, _Load] = {}
         self._transfers: dict[TransferId, _Transfer] = {}
-        self._recent: OrderedDict[TransferId, PromptIdentity] = OrderedDict()
+        self._recent: OrderedDict[TransferId, PromptIdentity | None] = OrderedDict()
         self._commands: list[Command] = []
         self._unannounced: dict[RequestId, _Load] = {}
 
@@ -103,10 +105,11 @@ class ConsumerScheduler:
         transfer = self._transfers[load.params.transfer_id]
         if num_external_tokens == 0:
             load.stage = _Stage.DONE
-            if self._is_phantom(load, transfer):
-                self._on_rejected(load, has_siblings=len(transfer.loads) > 1)
-            elif transfer.take_index(load) < load.params.consumers:
-                self._release(load)
+            load.phantom = self._is_phantom(load, transfer)
+            if not load.phantom:
+                self._release(load, transfer)
+            elif len(transfer.loads) == 1:
+                self._close(load, transfer)
             return
         duplicate = transfer.take_index(load) >= load.params.consumers
         load.stage = _Stage.LOADING
@@ -142,18 +145,20 @@ class ConsumerScheduler:
         self._unannounced.pop(load.request_id, None)
         transfer_id = load.params.transfer_id
         transfer = self._transfers[transfer_id]
-        del transfer.loads[load.request_id]
-        if not transfer.loads:
-            del self._transfers[transfer_id]
         if load.stage is _Stage.LOADING:
             # If the workers have reported it meanwhile they ignore this.
             self._commands.append(Cancel(load.request_id))
-        elif load.stage is _Stage.NEW:
-            self._on_rejected(load, has_siblings=bool(transfer.loads))
-        if load.consumer is not None:
-            self._remember(load)
-        if transfer.announced and not transfer.loads:
-            self._commands.append(Withdraw(transfer_id))
+        elif load.stage is _Stage.NEW:  # rejected, or aborted in the queue
+            load.phantom = self._is_phantom(load, transfer)
+            if not load.phantom:
+                self._release(load, transfer)
+        del transfer.loads[load.request_id]
+        if not transfer.loads:
+            del self._transfers[transfer_id]
+            self._close(load, transfer)
+            if transfer.announced:
+                self._commands.append(Withdraw(transfer_id))
+        self._remember(load)
 
     def take_commands(self) -> list[Command]:
         """The commands since the last call; who has been left without blocks in this step is announced to its P."""
@@ -169,36 +174,41 @@ class ConsumerScheduler:
         return any(other.stage is _Stage.LOADING for other in transfer.loads.values() if other is not load)
 
     def _is_phantom(self, load: _Load, transfer: _Transfer) -> bool:
-        """Whether a request that got blocks is one that vLLM made up and has not aborted yet: its prompt is one token,
-        and that is not the prompt of the others under its transfer id."""
+        """Whether vLLM has made this request up: its prompt is one token, and not that of the others under its id.
+
+        A phantom carries the transfer id of a real request and must not touch it; mostly it is aborted at once, but it
+        may be scheduled before.
+        """
         if load.consumer is not None or load.num_prompt_tokens > 1:
             return False
-        others = [other.prompt for other in transfer.loads.values() if other is not load]
+        others: list[PromptIdentity | None] = [other.prompt for other in transfer.loads.values() if other is not load]
         if not others and load.params.transfer_id in self._recent:
             others = [self._recent[load.params.transfer_id]]
         return load.prompt not in others
 
-    def _on_rejected(self, load: _Load, *, has_siblings: bool) -> None:
-        """Ended without blocks: rejected, aborted in the queue, or a phantom that vLLM made up.
+    def _release(self, load: _Load, transfer: _Transfer) -> None:
+        """A request needs nothing from P."""
+        params, consumer = load.params, transfer.take_index(load)
+        if consumer < params.consumers:
+            self._commands.append(Release(SendKey(params.transfer_id, consumer), (params.host, params.port)))
 
-        A phantom carries the transfer id of a real request and must not touch it. If nobody has owned the id, the real
-        request never came this far, and P holds the KV for nothing.
+    def _close(self, load: _Load, transfer: _Transfer) -> None:
+        """The last request of a transfer goes: whoever has not come by now never will.
+
+        A phantom that is the only one says so too: the real request was rejected before it came this far. But behind
+        its own request it says nothing.
         """
-        transfer_id = load.params.transfer_id
-        if load.consumer is not None and load.consumer < load.params.consumers:
-            self._release(load)
-        elif not has_siblings and transfer_id not in self._recent:
-            self._release(load, all_consumers=True)
-            self._remember(load)
-
-    def _release(self, load: _Load, *, all_consumers: bool = False) -> None:
-        params = load.params
-        key = SendKey(params.transfer_id, load.consumer or 0)
-        self._commands.append(Release(key, (params.host, params.port), all_consumers))
+        params, left = load.params, transfer.next_consumer
+        known = load.phantom and params.transfer_id in self._recent
+        if left < params.consumers and not known and not transfer.closed:
+            transfer.closed = True
+            self._commands.append(Release(SendKey(params.transfer_id, left), (params.host, params.port), True))
 
     def _remember(self, load: _Load) -> None:
         transfer_id = load.params.transfer_id
-        self._recent[transfer_id] = load.prompt
+        if load.phantom and transfer_id in self._recent:
+            return
+        self._recent[transfer_id] = None if load.phantom else load.prompt
         self._recent.move_to_end(transfer_id)
         while len(self._recent) > MAX_RECENT:
             self._recent.popitem(last=False)
