@@ -1,0 +1,94 @@
+"""What the scheduler half takes up, and that its first hook never raises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fake_scheduler import Status
+from scheduler_cases import BLOCK, consume, output, produce, request
+
+from kvpush.vllm.halves import SchedulerHalves
+
+pytestmark = pytest.mark.unit
+
+
+def _taken(halves: SchedulerHalves, name: str = "r") -> bool:
+    return halves.produces(name) or halves.consumes(name)
+
+
+@pytest.mark.parametrize(
+    ("params", "fields"),
+    [
+        ({"do_remote_decode": "yes"}, {}),
+        ({"do_remote_prefill": True, "transfer_id": "t"}, {}),
+        ([1, 2], {}),
+        (produce(), {"prompt_token_ids": None}),
+        (produce(), {"prompt_embeds": object()}),
+        (consume(), {"prompt_embeds": object()}),
+        (produce(), {"prompt_token_ids": []}),
+        (consume(), {"prompt_token_ids": []}),
+        (produce(), {"prompt_token_ids": [-1]}),
+        (consume(), {"prompt_token_ids": [2**32]}),
+        (produce(), {"prompt_token_ids": ["a"]}),
+        ({"do_remote_decode": True}, {"request_id": "x" * 400}),
+    ],
+)
+def test_what_does_not_fit_is_an_ordinary_request(params: Any, fields: dict[str, Any]) -> None:
+    halves = SchedulerHalves(BLOCK, BLOCK)
+    bad = request("r", 10, params)
+    for name, value in fields.items():
+        setattr(bad, name, value)
+    halves.on_new_request(bad)
+    assert not _taken(halves, bad.request_id)
+    assert halves.counters.total("bad_params") == 1
+    assert halves.matched_tokens(bad.request_id, 0) == (0, False)
+    halves.on_allocated(bad.request_id, ((1,),), 0)
+    assert halves.on_step(output(new={bad.request_id: ([1], 0, 4)})) == ([], [])
+    bad.status = Status.FINISHED_STOPPED
+    assert halves.on_finished(bad, ((1,),)) is False
+    assert halves.idle
+
+
+@pytest.mark.parametrize(
+    ("produces", "consumes", "params", "taken"),
+    [
+        (True, False, produce(), True),
+        (True, False, consume(), False),
+        (False, True, produce(), False),
+        (False, True, consume(), True),
+        (True, True, produce(), True),
+        (True, True, consume(), True),
+    ],
+)
+def test_roles_are_kept_to(produces: bool, consumes: bool, params: dict[str, Any], taken: bool) -> None:
+    halves = SchedulerHalves(BLOCK, BLOCK, produces=produces, consumes=consumes)
+    halves.on_new_request(request("r", 10, params))
+    assert _taken(halves) is taken
+    assert halves.counters.total("bad_params") == (not taken)
+
+
+def test_probes_and_ordinary_requests_are_neither_taken_nor_counted() -> None:
+    halves = SchedulerHalves(BLOCK, BLOCK)
+    for params in (None, {}, {"kvpush_probe": True}, {"transfer_id": "t"}):
+        halves.on_new_request(request("r", 10, params))
+    assert not _taken(halves)
+    assert halves.counters.take() == {}
+
+
+def test_transfers_that_are_matched_by_request_id_are_counted() -> None:
+    halves = SchedulerHalves(BLOCK, BLOCK)
+    halves.on_new_request(request("r", 10, {"do_remote_decode": True}))
+    halves.on_new_request(request("s", 10, produce("t")))
+    assert halves.counters.take() == {("transfer_id_fallbacks", ""): 1}
+
+
+def test_preemptions_come_before_everything_else() -> None:
+    """They are asked for at the fence before anything of the step leaves."""
+    halves = SchedulerHalves(BLOCK, BLOCK)
+    halves.on_new_request(request("r", 10, produce()))
+    halves.on_step(output(new={"r": ([1, 2], 0, 8)}))
+    halves.on_new_request(request("s", 10, produce("u")))
+    halves.on_new_request(request("d", 10, consume("v")))
+    before, _ = halves.on_step(output(preempted={"r"}))
+    assert [type(command).__name__ for command in before] == ["Preempt", "Offer", "Announce"]
