@@ -40,11 +40,12 @@ def draw_faults(random: Random) -> Faults:
     )
 
 
-def draw_spec(random: Random, role: str) -> EngineSpec:
+def draw_spec(random: Random, role: str, *, gentle: bool) -> EngineSpec:
+    """A gentle engine has room for everybody and is quick."""
     overlap = random.random() < 0.5
     block_need = num_blocks(40)
     return EngineSpec(
-        num_blocks=1 + random.choice([block_need + 2, 2 * block_need, 60]),
+        num_blocks=1 + (1000 if gentle else random.choice([block_need + 2, 2 * block_need, 60])),
         rules=Rules(
             chunk=random.choice([5, 8, 16, 64]),
             budget=random.choice([16, 64]),
@@ -61,7 +62,7 @@ def draw_spec(random: Random, role: str) -> EngineSpec:
         gpu=random.random() < 0.6,
         stream=random.random() < 0.8,
         integrity=random.random() < 0.15,
-        forward_s=(2e-4, random.choice([1e-3, 1e-2])),
+        forward_s=(2e-4, 1e-3 if gentle else random.choice([1e-3, 1e-2])),
         pause_s=random.choice([1e-4, 1e-3]),
     )
 
@@ -72,15 +73,16 @@ class Driver:
     def __init__(self, seed: int, make_half: MakeHalf, *, traced: bool = False) -> None:
         self.random = random = Random(seed)
         self.seed = seed
-        self.world = World(seed, draw_faults(random), make_half, one_machine=random.random() < 0.7, traced=traced)
+        self.gentle = random.random() < 0.2
+        faults = Faults() if self.gentle else draw_faults(random)
+        self.world = World(seed, faults, make_half, one_machine=random.random() < 0.7, traced=traced)
         num_p, num_d = random.choice([1, 1, 2, 3]), random.choice([1, 1, 2, 3])
         self.producers = [f"P{i}" for i in range(num_p)]
         self.consumers = [f"D{i}" for i in range(num_d)]
-        self.specs = {host: draw_spec(random, "producer") for host in self.producers}
-        self.specs |= {host: draw_spec(random, "consumer") for host in self.consumers}
+        self.specs = {host: draw_spec(random, "producer", gentle=self.gentle) for host in self.producers}
+        self.specs |= {host: draw_spec(random, "consumer", gentle=self.gentle) for host in self.consumers}
         if random.random() < 0.15:  # engines that do both
-            both = draw_spec(random, "both")
-            self.specs["B0"] = both
+            self.specs["B0"] = draw_spec(random, "both", gentle=self.gentle)
             self.producers.append("B0")
             self.consumers.append("B0")
         for host, spec in self.specs.items():
@@ -97,7 +99,7 @@ class Driver:
             self._plan_transfer(random.random() * self.span_s)
         for _ in range(random.choice([0, 0, 1, 3])):
             self._plan_local(random.random() * self.span_s)
-        for _ in range(random.choice([0, 0, 0, 1, 2, 4])):
+        for _ in range(0 if self.gentle else random.choice([0, 0, 0, 1, 2, 4])):
             self._plan_fault(random.random() * (self.span_s + 0.5))
         world.run_until(self.span_s + random.choice([0.1, 1.0, 2.0]))
         self._end_faults()
@@ -128,13 +130,22 @@ class Driver:
         return Request(f"{name}-{self.num_requests}", prompt, params, outputs, salt)
 
     def _plan_transfer(self, at_s: float) -> None:
+        """A dispatch to one P and one D, mostly as it should be, and now and then in every way that it should not be.
+
+        In a gentle world some are certain to arrive: nothing is wrong with them, and nobody leaves.
+        """
         random = self.random
-        if self.transfers and random.random() < 0.12:
+        sure = self.gentle and random.random() < 0.5
+        if self.transfers and not sure and random.random() < 0.12:
             name = random.choice(self.transfers)
         else:
-            name = f"t{len(self.transfers)}"
-            self.transfers.append(name)
-        p, d = random.choice(self.producers), random.choice(self.consumers)
+            name = f"t{self.num_requests}"
+            if sure:
+                self.world.referee.sure.add(name)
+            else:
+                self.transfers.append(name)
+        p = random.choice(self.producers)
+        d = random.choice([host for host in self.consumers if host != p or not sure])
         prompt, salt = self._prompt(), random.choice([None, None, "tenant"])
         consumers = random.choice([1, 1, 1, 1, 2, 3])
         produce = {"do_remote_decode": True, "transfer_id": name, "kvpush_consumers": consumers}
@@ -143,31 +154,33 @@ class Driver:
             "remote_port": PORT,
         }  # fmt: skip
         if random.random() < 0.05:
-            consume["remote_engine_id"] = random.choice([f"engine-{p}.0", "engine-elsewhere"])
-        lag_s = random.choice([0.0, 0.001, 0.02, 0.3, 1.5])
+            consume["remote_engine_id"] = f"engine-{p}.0" if sure else random.choice([f"engine-{p}.0", "elsewhere"])
+        lag_s = random.choice([0.0, 0.001, 0.02, 0.3] if sure else [0.0, 0.001, 0.02, 0.3, 1.5])
         p_at, d_at = (at_s, at_s + lag_s) if random.random() < 0.5 else (at_s + lag_s, at_s)
-        if random.random() < 0.9:
-            self._send(p_at, p, self._request(name + "p", prompt, produce, random.choice([1, 1, 1, 3]), salt))
+        if sure or random.random() < 0.9:
+            leg = self._request(name + "p", prompt, produce, random.choice([1, 1, 1, 3]), salt)
+            self._send(p_at, p, leg, leaves=not sure)
         if random.random() < 0.03:
-            self._send(p_at + 0.01 * random.random(), p, self._request(name + "p", prompt, produce, 1, salt))
+            leg = self._request(name + "p", prompt, produce, 1, salt)
+            self._send(p_at + 0.01 * random.random() + 1e-6, p, leg, leaves=not sure)
         theirs, their_salt = prompt, salt
-        if random.random() < 0.05:
+        if not sure and random.random() < 0.05:
             theirs, their_salt = random.choice([(prompt, "other"), (self._prompt(), salt)])
-        num_d = consumers + random.choice([0] * 12 + [1, -1])
-        for _ in range(num_d):
-            host = d if random.random() < 0.97 else random.choice(self.consumers)
+        for _ in range(consumers + (0 if sure else random.choice([0] * 12 + [1, -1]))):
+            host = d if sure or random.random() < 0.97 else random.choice(self.consumers)
             leg = self._request(name + "d", theirs, consume, random.randint(1, 6), their_salt)
-            if random.random() < 0.92:
-                self._send(d_at + random.choice([0.0, 1e-3 * random.random()]), host, leg)
+            if sure or random.random() < 0.92:
+                self._send(d_at + random.choice([0.0, 1e-3 * random.random()]), host, leg, leaves=not sure)
             if random.random() < 0.1:
-                self._phantom(d_at + random.random() * 0.3, host, name, consume)
+                # vLLM makes phantoms of requests that have ended, so they come behind those.
+                self._phantom(d_at + random.random() * 0.3 + (2e-3 if sure else 0.0), host, name, consume)
 
     def _plan_local(self, at_s: float) -> None:
         """An ordinary request: it only takes room."""
         host = self.random.choice(list(self.specs))
         self._send(at_s, host, self._request("l", self._prompt(), None, self.random.randint(1, 6), None))
 
-    def _send(self, at_s: float, host: str, request: Request) -> None:
+    def _send(self, at_s: float, host: str, request: Request, *, leaves: bool = True) -> None:
         """A request is sent to a host, and perhaps its client leaves."""
         sent: list[Engine] = []
 
@@ -184,7 +197,7 @@ class Driver:
                 sent[0].abort(request)
 
         self._at(at_s, arrive)
-        if self.random.random() < 0.2:
+        if leaves and self.random.random() < 0.2:
             self._at(at_s + self.random.choice([0.0, 0.002, 0.02, 0.3, 1.0]) * self.random.random(), leave)
 
     def _phantom(self, at_s: float, host: str, name: str, params: dict[str, Any]) -> None:

@@ -31,8 +31,11 @@ class Violation(AssertionError):
 
 @dataclass(eq=False, slots=True)
 class Load:
-    """Blocks of an engine that a producer was given. dark_s: since when that producer cannot be reached. tainted: a write
-    into them has read a source block that was given away."""
+    """Blocks of an engine that a producer was given.
+
+    dark_s: since when that producer cannot be reached. tainted: a write into them has read a source block that was
+    given away.
+    """
 
     engine: Engine
     fetch: Fetch
@@ -44,11 +47,15 @@ class Load:
 
 
 class Referee:
-    """Watches all engines of a world. seen: what has happened, by name, so that tests can ask for it."""
+    """Watches all engines of a world.
+
+    seen: what has happened, by name, so that tests can ask for it. sure: transfers that nothing can keep from arriving.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self.seen: Counter[str] = Counter()
+        self.sure: set[str] = set()
         self._loads: dict[tuple[str, RequestId], Load] = {}
         self._owners: dict[str, dict[int, Load]] = {}  # agent -> block -> the load that it is given away for
         self._flights: list[Flight] = []
@@ -107,12 +114,15 @@ class Referee:
             return  # refused: nobody was asked to write
         if isinstance(result, LoadFailed):
             self.seen[f"failed {result.reason}"] += 1
+            if load.fetch.key.transfer_id in self.sure:
+                self._break(f"{result.request_id} of {engine.agent} has failed ({result.reason}) for no reason")
             load.failed_s = self._world.now_s
             return
         flights = self._open_to(engine.agent, load.blocks)
         name = type(result).__name__.lower()
         if isinstance(result, Received):
             self._check_received(load)
+            self.seen["surely received"] += load.fetch.key.transfer_id in self.sure
         if flights:
             self._break(f"{result.request_id} of {engine.agent} is {name} while {flights[0].writer} writes to it")
         self._end(load)
@@ -203,6 +213,8 @@ class Referee:
         for load in self._loads.values():
             if load.engine is not engine or load.dark_s is None or load.failed_s is not None:
                 continue
+            if engine.scheduler.requests[load.fetch.request_id].finished:
+                continue  # its client has left: nobody waits, the memory is in quarantine
             since_s = max(load.dark_s, load.started_s, engine.resumed_s)
             if now_s - since_s > SILENCE_BOUND_S:
                 self._break(

@@ -186,7 +186,7 @@ class Scheduler:
         cached: list[tuple[Request, list[int] | None, int]] = []
         new: list[tuple[Request, int]] = []
         resumed: set[str] = set()
-        taken_back = bool(self._preempted_ids)
+        num_preempted = len(self._preempted_ids)  # by a reset of the cache: those may come back in this very step
         for request in list(self.running):
             if not budget or request.status is not Status.RUNNING:
                 break
@@ -199,7 +199,7 @@ class Scheduler:
                 budget -= count
                 cached.append((request, gained or None, start))
                 entries.append(self._entry(request, start, count))
-        taken_back |= bool(self._preempted_ids)
+        taken_back = len(self._preempted_ids) > num_preempted
         # Those that hold blocks come first, or they and whoever waits for their blocks would wait for each other.
         waiting = [*(r for r in self.waiting if r.blocks), *(r for r in self.waiting if not r.blocks)]
         for request in waiting if not taken_back else ():
@@ -291,7 +291,7 @@ class Scheduler:
         return True
 
     def _admit(self, request: Request, budget: int) -> tuple[int, int] | None:
-        """(first token, tokens) of a waiting request, no tokens if it loads or has to wait; None if there is no room."""
+        """(first token, tokens) of a waiting request; no tokens if it loads or must wait, None if there is no room."""
         hits: list[int] = []
         external, load = 0, False
         start = request.computed
