@@ -14,6 +14,8 @@ from kvpush.sim.timing import TIMING
 from kvpush.sim.world import MakeHalf, World
 from kvpush.transport.faults import Faults
 
+MAX_PROMPT = 40
+
 STALL_S = TIMING.announced_timeout_s + TIMING.write_timeout_s + 2 * TIMING.peer_timeout_s
 """In a world without faults something happens for a request more often than this: no bound is longer."""
 
@@ -40,12 +42,13 @@ def draw_faults(random: Random) -> Faults:
     )
 
 
-def draw_spec(random: Random, role: str, *, gentle: bool) -> EngineSpec:
-    """A gentle engine has room for everybody and is quick."""
+def draw_spec(random: Random, role: str, mood: str) -> EngineSpec:
+    """A gentle engine has room for everybody; a crowded one has room for one prompt."""
     overlap = random.random() < 0.5
-    block_need = num_blocks(40)
+    least = num_blocks(MAX_PROMPT) + 2
+    sizes = {"gentle": [1000], "crowded": [least, least + 4], "wild": [least, 2 * least, 60]}
     return EngineSpec(
-        num_blocks=1 + (1000 if gentle else random.choice([block_need + 2, 2 * block_need, 60])),
+        num_blocks=1 + random.choice(sizes[mood]),
         rules=Rules(
             chunk=random.choice([5, 8, 16, 64]),
             budget=random.choice([16, 64]),
@@ -53,7 +56,7 @@ def draw_spec(random: Random, role: str, *, gentle: bool) -> EngineSpec:
             policy=random.choice(["fail", "recompute"]),
             overlap=overlap,
             v2=random.random() < 0.5,
-            full_isl=random.random() < 0.4,
+            full_isl=mood != "crowded" and random.random() < 0.4,
             defer_free=overlap and role != "producer",
             drop_stale=role != "consumer" and random.random() < 0.5,
         ),
@@ -62,8 +65,8 @@ def draw_spec(random: Random, role: str, *, gentle: bool) -> EngineSpec:
         gpu=random.random() < 0.6,
         stream=random.random() < 0.8,
         integrity=random.random() < 0.15,
-        forward_s=(2e-4, 1e-3 if gentle else random.choice([1e-3, 1e-2])),
-        pause_s=random.choice([1e-4, 1e-3]),
+        forward_s=(2e-4, random.choice([1e-3, 1e-2])),
+        pause_s=random.choice([1e-4, 1e-3, 1e-3, 2e-2]),
     )
 
 
@@ -73,29 +76,33 @@ class Driver:
     def __init__(self, seed: int, make_half: MakeHalf, *, traced: bool = False) -> None:
         self.random = random = Random(seed)
         self.seed = seed
-        self.gentle = random.random() < 0.2
+        self.mood = random.choice(["gentle", "crowded", "wild", "wild"])
+        self.gentle = self.mood == "gentle"
         faults = Faults() if self.gentle else draw_faults(random)
         self.world = World(seed, faults, make_half, one_machine=random.random() < 0.7, traced=traced)
+        self.num_transfers = random.choice([1, 2, 4, 8, 16])
         num_p, num_d = random.choice([1, 1, 2, 3]), random.choice([1, 1, 2, 3])
         self.producers = [f"P{i}" for i in range(num_p)]
         self.consumers = [f"D{i}" for i in range(num_d)]
-        self.specs = {host: draw_spec(random, "producer", gentle=self.gentle) for host in self.producers}
-        self.specs |= {host: draw_spec(random, "consumer", gentle=self.gentle) for host in self.consumers}
-        if random.random() < 0.15:  # engines that do both
-            self.specs["B0"] = draw_spec(random, "both", gentle=self.gentle)
+        roles = [*((host, "producer") for host in self.producers), *((host, "consumer") for host in self.consumers)]
+        if random.random() < 0.15:  # an engine that does both
+            roles.append(("B0", "both"))
             self.producers.append("B0")
             self.consumers.append("B0")
+        self.specs = {host: draw_spec(random, role, self.mood) for host, role in roles}
+        if self.gentle and self.num_transfers <= 2 and random.random() < 0.5:  # prompts that take longer than bounds
+            self.specs = {host: replace(spec, forward_s=(0.05, 0.3)) for host, spec in self.specs.items()}
         for host, spec in self.specs.items():
             self.world.start(host, spec)
-        self.base = [[random.randrange(1000) for _ in range(40)] for _ in range(2)]
-        self.span_s = random.choice([0.05, 0.5, 2.0])
+        self.base = [[random.randrange(1000) for _ in range(MAX_PROMPT)] for _ in range(2)]
+        self.span_s = random.choice([0.05, 0.05, 0.5, 2.0])
         self.num_requests = 0
         self.calm = False
         self.transfers: list[str] = []
 
     def run(self) -> None:
         random, world = self.random, self.world
-        for _ in range(random.choice([1, 2, 4, 8, 16])):
+        for _ in range(self.num_transfers):
             self._plan_transfer(random.random() * self.span_s)
         for _ in range(random.choice([0, 0, 1, 3])):
             self._plan_local(random.random() * self.span_s)
@@ -119,7 +126,7 @@ class Driver:
     def _prompt(self) -> tuple[int, ...]:
         """Prompts share beginnings, so that caches are hit."""
         random = self.random
-        length = random.choice([1, BLOCK, random.randint(1, 40), random.randint(1, 40), 40])
+        length = random.choice([1, BLOCK, random.randint(1, MAX_PROMPT), random.randint(1, MAX_PROMPT), MAX_PROMPT])
         shared = random.choice([0, length, random.randint(0, length)])
         return (*random.choice(self.base)[:shared], *(random.randrange(1000) for _ in range(length - shared)))
 
@@ -155,7 +162,7 @@ class Driver:
         }  # fmt: skip
         if random.random() < 0.05:
             consume["remote_engine_id"] = f"engine-{p}.0" if sure else random.choice([f"engine-{p}.0", "elsewhere"])
-        lag_s = random.choice([0.0, 0.001, 0.02, 0.3] if sure else [0.0, 0.001, 0.02, 0.3, 1.5])
+        lag_s = random.choice([0.0, 0.001, 0.02, 0.3, 0.9] if sure else [0.0, 0.001, 0.02, 0.3, 1.5])
         p_at, d_at = (at_s, at_s + lag_s) if random.random() < 0.5 else (at_s + lag_s, at_s)
         if sure or random.random() < 0.9:
             leg = self._request(name + "p", prompt, produce, random.choice([1, 1, 1, 3]), salt)
@@ -220,7 +227,8 @@ class Driver:
 
     def _plan_fault(self, at_s: float) -> None:
         random = self.random
-        kind = random.choice(["stop", "stop at a post", "kill", "cut", "post", "write", "late", "reset", "slow"])
+        kinds = ["stop", "stop at a post", "kill", "cut", "cut", "post", "write", "late", "reset", "slow", "slow"]
+        kind = random.choice(kinds)
         host = random.choice(list(self.specs))
         other = random.choice(list(self.specs))
         for_s = random.choice([0.01, 0.3, 1.5, 3.0]) * (0.5 + random.random())

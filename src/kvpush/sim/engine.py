@@ -332,11 +332,19 @@ class Engine:
         """One round of the transfer thread, unless an earlier one was asked for."""
         if at_s != self._look_at_s:
             return
-        self._look_at_s = float("inf")
-        now_s, core = self.world.now_s, self.core
+        now_s, random = self.world.now_s, self.world.fabric.random
         while self._commands:
             command, event = self._commands.popleft()
-            core.command(command, now_s, event)
+            self.core.command(command, now_s, event)
+        if self.core.writing and random.random() < 0.3:
+            # The interpreter may take the thread off here, and let the engine's main thread do something meanwhile.
+            self.world.fabric.after(random.random() * self.spec.pause_s, self._poll, self.agent)
+        else:
+            self._poll()
+
+    def _poll(self) -> None:
+        self._look_at_s = float("inf")
+        now_s, core = self.world.now_s, self.core
         core.poll(now_s)
         results = core.take_results()
         for result in results:
@@ -352,7 +360,9 @@ class Engine:
         if now_s >= self._tick_at_s:
             self._tick_at_s = now_s + TICK_S
             self.world.referee.on_tick(self)
-        if not core.idle:
+        if self._commands:
+            self.look()
+        elif not core.idle:
             self.look(max(self._tick_at_s - now_s, 1e-6))
         if self.transport.frozen:
             self.world.freeze(self)

@@ -10,6 +10,7 @@ from kvpush.sim.driver import Driver
 from kvpush.sim.world import MakeHalf
 
 MAX_LINES = 80
+KEPT = "every rule was kept"
 
 
 @dataclass(slots=True)
@@ -19,6 +20,11 @@ class Outcome:
     num_worlds: int = 0
     broken: dict[int, str] = field(default_factory=dict)
     seen: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Outcome) -> None:
+        self.num_worlds += other.num_worlds
+        self.broken |= other.broken
+        self.seen.update(other.seen)
 
 
 def run_worlds(seeds: Iterable[int], make_half: MakeHalf, *, stop_at_first: bool = False) -> Outcome:
@@ -41,7 +47,7 @@ def run_worlds(seeds: Iterable[int], make_half: MakeHalf, *, stop_at_first: bool
 def story(seed: int, make_half: MakeHalf, max_lines: int = MAX_LINES) -> str:
     """What happens in one world, and how it ends: the last lines of its trace."""
     driver = Driver(seed, make_half, traced=True)
-    end = "every rule was kept"
+    end = KEPT
     try:
         driver.run()
     except Exception as error:
