@@ -46,12 +46,12 @@ pytestmark = pytest.mark.unit
 )
 def test_other_services_end_within_the_deadline(greeting, close, codes) -> None:
     with tcp_peer(greeting, close) as port:
-        assert failure(port, timeout_s=0.5 if "timeout" in codes else 20.0).code in codes
+        assert failure(port, timeout_s=0.3 if "timeout" in codes else 20.0).code in codes
 
 
 def test_a_peer_that_stops_talking_times_out_with_how_far_it_got() -> None:
     with scripted_peer(lambda frame: None) as port:
-        error = failure(port, timeout_s=1.0)
+        error = failure(port, timeout_s=0.5)
         assert error.code == "timeout"
         assert "no answer" in str(error)
 

@@ -106,7 +106,7 @@ def test_a_peer_that_was_not_ready_and_falls_silent_is_reported_as_not_ready() -
         return seal("answer", nonce, encode(Refusal(code="not_ready", message="starting")), None)
 
     with scripted_peer(once) as port:
-        error = failure(port, timeout_s=1.0)
+        error = failure(port, timeout_s=0.7)
     assert error.code == "not_ready"
     assert "starting" in str(error)
 
@@ -298,8 +298,8 @@ def test_a_connection_to_itself_is_nobody(monkeypatch) -> None:
 def test_who_waits_for_ranks_keeps_no_connection() -> None:
     with serving(ready=False) as server, ThreadPoolExecutor(4) as pool:
         files = len(os.listdir("/proc/self/fd"))
-        waiting = [pool.submit(failure, server.port, timeout_s=2.0) for _ in range(4)]
-        until(lambda: server.counters.not_ready >= 16)
+        waiting = [pool.submit(failure, server.port, timeout_s=1.2) for _ in range(4)]
+        until(lambda: server.counters.not_ready >= 8)
         # Pauses are long by now: at some moment nobody asks.
         until(lambda: len(os.listdir("/proc/self/fd")) <= files + 1)
         assert {future.result(10).code for future in waiting} == {"not_ready"}
