@@ -362,6 +362,16 @@ def test_held_registrations_do_not_outlive_the_connection(case: Case) -> None:
     assert case.answer(THERE, A) == [Delivered(THERE, A, HELLO)]  # a new connection must show itself again
 
 
+def test_a_new_connection_to_a_peer_that_was_heard_must_show_itself_again(case: Case) -> None:
+    case.connections.send(THERE, _message(), None)
+    case.answer(THERE, A)
+    case.connections.heard(A)
+    case.connections.drop(A, "disconnected")
+    case.take()
+    case.connections.send(THERE, _register(), None)
+    assert case.answer(THERE, A) == [Delivered(THERE, A, HELLO)]
+
+
 def test_a_silent_peer_cannot_collect_memory(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     case.connections.send(THERE, _message(), None)
     case.answer(THERE, A)

@@ -65,12 +65,20 @@ def test_blocks_that_are_preempted_while_they_are_read_never_commit() -> None:
     assert world["P"].core.counters.get("preemptions", "poisoned") == 1
 
 
-def test_a_preemption_between_the_last_byte_and_its_discovery_still_commits_nothing_wrong() -> None:
-    """The write has landed, but P has not looked yet when the blocks are taken: the main thread poisons, no commit."""
+@pytest.mark.parametrize("told", ["before it looks", "after it looked"])
+def test_a_preemption_between_the_last_byte_and_its_discovery_commits_nothing(told: str) -> None:
+    """The write has landed, but P's thread has not looked yet when the main thread poisons the request."""
     world = World("P", "D", faults=SLOW)
     sent, received = _streaming(world, 8, 8)
     world.fabric.advance(world.now_s + 0.2)
-    assert world.preempt("P", sent)
+    if told == "after it looked":
+        assert world["P"].fence.preempt([sent.request_id], 0.0) == {sent.request_id}
+        world["P"].core.poll(world.now_s)  # a round that was under way; the command has not come yet
+        world["P"].tell(commands.Preempt(sent.request_id, poisoned=True))
+        world["P"].free += sent.blocks or []
+        sent.blocks, sent.ready = [], 0
+    else:
+        assert world.preempt("P", sent)
     world.run(0.1)
     assert received.ended == ["LoadFailed", "Released"]
     world.prefill("P", sent, 8, replace=True)

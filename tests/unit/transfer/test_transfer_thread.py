@@ -11,6 +11,7 @@ from transfer_world import Gate
 
 from kvpush.protocol.ids import RequestId
 from kvpush.transfer import commands
+from kvpush.transfer import thread as module
 from kvpush.transfer.results import Received, Result
 from kvpush.transfer.sources import PASSED, Event
 from kvpush.transfer.thread import TransferThread
@@ -87,13 +88,14 @@ def test_commands_arrive_in_order_with_their_events_and_results_come_back() -> N
     assert core.closed == 1
 
 
-def test_an_idle_thread_takes_a_command_at_once() -> None:
+def test_an_idle_thread_takes_a_command_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WAITING_PAUSE_S", 1.0)
     core = Core()
     thread = _thread(core)
     thread.start()
     late_s = []
     try:
-        for i in range(50):
+        for i in range(30):
             time.sleep(0.004)
             submitted_s = time.monotonic()
             thread.submit([_cancel(i)])
@@ -101,7 +103,7 @@ def test_an_idle_thread_takes_a_command_at_once() -> None:
             late_s.append(core.times_s[i] - submitted_s)
     finally:
         thread.stop()
-    assert sorted(late_s)[25] < 0.002  # the median: the machine is shared
+    assert sorted(late_s)[15] < 0.01  # the median: the machine is shared
 
 
 def test_no_command_is_lost_or_late_while_the_thread_is_taking_others() -> None:

@@ -170,6 +170,16 @@ def test_a_write_that_fails_ends_with_its_reason(world: World, writer: PieceWrit
     assert len(writer) == 0
 
 
+def test_every_handle_is_given_back(world: World, writer: PieceWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    given_back: list[object] = []
+    monkeypatch.setattr(world["P"].transport, "release", given_back.append)
+    world["P"].transport.fail_next_write()
+    for i in range(3):
+        writer.post(_piece(4 * i, 4 * i + 4), [1, 2, 3], world["D"].geometry, np.array([1, 2, 3]), None, 0.0)
+    world.fabric.advance(1.0)
+    assert len(writer.poll(1.0)) == len(given_back) == 3
+
+
 def test_digests_of_pieces_add_up_to_the_prompt(world: World) -> None:
     p, d = world["P"], world["D"]
     p.memory[:] = np.random.default_rng(1).integers(1, 255, p.memory.shape, dtype=np.uint8)

@@ -397,6 +397,10 @@ class World:
             assert engine.transport.in_flight == 0
             assert engine.core.num_quarantined_blocks == 0
             assert engine.core.counters.total("protocol_errors") == 0
+            producer_side, consumer_side = engine.core._producer_side, engine.core._consumer_side
+            kept = [producer_side._tables, producer_side._offered, producer_side._lost]
+            assert not any([*kept, consumer_side._fetches, consumer_side._engine_ids])
+            assert len(engine.core.records) == 0
             for request in engine.requests.values():
                 assert request.ended in (
                     ["Sent"], ["Received"], ["LoadFailed", "Released"], ["Released"],
