@@ -8,12 +8,13 @@ import pytest
 SRC = Path(__file__).parents[2] / "src" / "kvpush"
 
 # Top to bottom. A package may import itself and what stands below it.
-LAYERS = ["cli", "bench", "router", "launch", "vllm", "transfer", "transport", "plan", "protocol"]
+LAYERS = ["cli", "bench", "router", "launch", "vllm", "sim", "transfer", "transport", "plan", "protocol"]
 
 # Third-party packages that a layer must stay free of, whatever it imports otherwise.
 FORBIDDEN = {
-    "protocol": {"torch", "vllm", "nixl", "zmq", "aiohttp", "threading", "socket", "time", "asyncio"},
-    "plan": {"torch", "vllm", "nixl", "zmq", "aiohttp", "threading", "socket", "time", "asyncio"},
+    "protocol": {"torch", "vllm", "nixl", "aiohttp", "threading", "socket", "time", "asyncio"},
+    "plan": {"torch", "vllm", "nixl", "aiohttp", "threading", "socket", "time", "asyncio"},
+    "sim": {"torch", "vllm", "nixl", "aiohttp"},
     "transport": {"vllm", "aiohttp"},
     "transfer": {"vllm", "aiohttp"},
     "launch": {"torch", "nixl", "vllm"},

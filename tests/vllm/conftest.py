@@ -9,20 +9,11 @@ from typing import TypeVar
 
 import aiohttp
 import pytest
-from pair import ANSWER_TIMEOUT_S, wait_until_free
+from pair import ANSWER_TIMEOUT_S, BOUNDS, wait_until_free
 
 from kvpush.launch import Engine, EngineSpec, Fleet, demo_model, free_port
 
 T = TypeVar("T")
-
-# Short bounds, so that the tests of what never comes end soon; long enough for two busy cores.
-BOUNDS = {
-    "rendezvous_timeout_s": 5.0,
-    "unclaimed_timeout_s": 5.0,
-    "announced_timeout_s": 20.0,
-    "peer_timeout_s": 15.0,
-    "ping_interval_s": 1.0,
-}
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,15 @@ Prompt = str | list[int]
 # Far above what an answer takes on two busy cores; a hang is a failure all the same.
 ANSWER_TIMEOUT_S = 120.0
 
+# Short bounds, so that the tests of what never comes end soon; long enough for two busy cores.
+BOUNDS = {
+    "rendezvous_timeout_s": 5.0,
+    "unclaimed_timeout_s": 5.0,
+    "announced_timeout_s": 20.0,
+    "peer_timeout_s": 15.0,
+    "ping_interval_s": 1.0,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:

@@ -10,8 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from conftest import BOUNDS
-from pair import Pair, metrics
+from pair import BOUNDS, Pair, metrics
 from test_push import words
 
 from kvpush.launch import Engine
