@@ -115,4 +115,9 @@ class Release:
     all_consumers: bool = False
 
 
-Command = Offer | Progress | Preempt | Finish | Announce | Withdraw | Fetch | Refuse | Cancel | Release
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """P: the engine computes nothing, because the head of its queue finds no blocks. Said with every such step."""
+
+
+Command = Stalled | Offer | Progress | Preempt | Finish | Announce | Withdraw | Fetch | Refuse | Cancel | Release

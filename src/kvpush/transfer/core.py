@@ -106,6 +106,8 @@ class TransferCore:
             match command:
                 case commands.Progress():
                     self._producer_side.advance(command, event)
+                case commands.Stalled():
+                    self._producer_side.stalled(now_s)
                 case commands.Offer() | commands.Preempt() | commands.Finish():
                     self._producer_side.command(command, now_s)
                 case _:

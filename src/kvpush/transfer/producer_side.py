@@ -26,6 +26,12 @@ from kvpush.transport.base import Transport
 
 _log = logging.getLogger(__name__)
 
+STALL_S = 2.0
+"""How long an engine may stand still for want of blocks before a request that nobody has asked for is dropped."""
+
+STALL_GAP_S = 0.5
+"""An engine that says nothing for so long does not stand still: it steps every few milliseconds while it does."""
+
 
 class ProducerSide:
     """Owned by the transfer thread."""
@@ -51,6 +57,7 @@ class ProducerSide:
         self._counters = counters
         self._records = records
         self._results = results
+        self._stalled_s: tuple[float, float] | None = None  # since when the engine has stood still, and the last word
         self._offered: set[RequestId] = set()
         self._lost: list[WritePiece] = []  # they have failed, but bytes of them may still land
         self._tables: dict[SendKey, tuple[int, Ints]] = {}  # of live sends: (attempt, the consumer's block table)
@@ -121,6 +128,20 @@ class ProducerSide:
             self._run(self._producer.on_tokens(request_id, ready, now_s), now_s)
         self._mark(request_id, "prefilled", now_s)
         return self._producer.on_finished(request_id, now_s)
+
+    def stalled(self, now_s: float) -> None:
+        """The engine stands still for want of blocks: after a while the oldest request that nobody reads has to go.
+
+        Otherwise P and D could wait for each other until the longest bound: P full of requests that D cannot admit, D
+        of requests that P cannot admit.
+        """
+        since_s, last_s = self._stalled_s or (now_s, now_s)
+        if now_s - last_s > STALL_GAP_S:
+            since_s = now_s  # it has worked in between
+        if now_s - since_s >= STALL_S:
+            self._run(self._producer.on_pressure(now_s), now_s)
+            since_s = now_s
+        self._stalled_s = (since_s, now_s)
 
     def receive(self, agent: AgentName, message: ToProducer, now_s: float) -> None:
         self._run(self._producer.on_message(agent, message, now_s), now_s)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from kvpush.transfer.commands import BlockTable, Command, Progress
+from kvpush.transfer.commands import BlockTable, Command, Progress, Stalled
 from kvpush.transfer.counters import Counters
 from kvpush.vllm.consumer_scheduler import ConsumerScheduler
 from kvpush.vllm.params import BadParams, Consume, Params, Probe, Produce, parse_params
@@ -35,6 +35,7 @@ class SchedulerHalves:
         self._produces, self._consumes = produces, consumes
         self._producer = ProducerScheduler(block_size)
         self._consumer = ConsumerScheduler(recompute_below_tokens, prefix_caching=prefix_caching)
+        self._without_blocks: set[str] = set()  # asked for in this step, and not admitted
         self.counters = Counters()
 
     @property
@@ -62,9 +63,13 @@ class SchedulerHalves:
         self.counters.add("transfer_id_fallbacks", amount=int(params.fallback))
 
     def matched_tokens(self, request_id: str, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._consumer.matched_tokens(request_id, num_computed_tokens)
+        found, load = self._consumer.matched_tokens(request_id, num_computed_tokens)
+        if found is not None:
+            self._without_blocks.add(request_id)
+        return found, load
 
     def on_allocated(self, request_id: str, blocks: BlockTable, num_external_tokens: int) -> None:
+        self._without_blocks.discard(request_id)
         self._consumer.on_allocated(request_id, blocks, num_external_tokens)
 
     def on_step(self, output: Any) -> tuple[list[Command], list[Progress]]:
@@ -72,6 +77,9 @@ class SchedulerHalves:
         commands = self._producer.take_commands()
         preempted, steps = self._producer.on_step(output)
         commands += self._consumer.take_commands()
+        if self._produces and self._without_blocks and not output.num_scheduled_tokens:
+            commands.append(Stalled())
+        self._without_blocks.clear()
         return [*preempted, *commands], steps
 
     def on_reported(self, received: Iterable[str] | None) -> None:

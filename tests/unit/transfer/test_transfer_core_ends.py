@@ -6,7 +6,7 @@ import pytest
 from transfer_world import BLOCK, TIMING, Faults, Gate, Request, World, failure, identity
 
 from kvpush.protocol.ids import RequestId, SendKey, TransferId
-from kvpush.transfer import commands
+from kvpush.transfer import commands, producer_side
 from kvpush.transfer.results import LoadFailed, Released
 
 pytestmark = pytest.mark.unit
@@ -385,6 +385,49 @@ def test_both_pools_full_resolves_itself() -> None:
     world.run(0.5, step_s=0.01)
     world.check_idle()
     assert len(world["P"].free) == len(world["D"].free) == 31
+
+
+def _stall(world: World, duration_s: float) -> None:
+    end_s = world.now_s + duration_s
+    while world.now_s < end_s:
+        world["P"].tell(commands.Stalled())
+        world.run(0.01, step_s=0.01)
+
+
+def test_an_engine_that_stands_still_drops_its_oldest_unclaimed_request_soon() -> None:
+    world = World("P", "D")
+    world["D"].tell(commands.Announce(TransferId("0"), identity("p", 8), ("P", 1000)))  # D is full too
+    oldest, next_one, fetched = (world.offer("P", str(i), 8) for i in range(3))
+    received = world.fetch("D", "2", 8)
+    world.run(0.02)
+    for sent in (oldest, next_one, fetched):
+        world.prefill("P", sent, 8)
+        world.finish("P", sent)
+        world.run(0.01)
+    _stall(world, producer_side.STALL_S - 0.1)
+    assert (oldest.ended, next_one.ended) == ([], [])
+    _stall(world, 0.3)
+    assert (oldest.ended, next_one.ended) == (["Sent"], [])  # one at a time: that may be enough
+    assert world["P"].core.counters.get("unmatched", "pressure") == 1
+    _stall(world, producer_side.STALL_S + 0.1)
+    assert next_one.ended == ["Sent"]
+    assert (fetched.ended, received.ended) == (["Sent"], ["Received"])
+    late = world.fetch("D", "0", 8)
+    world.until(lambda: late.ended == ["LoadFailed", "Released"], 1)
+    assert failure(late) == "pressure"
+    world.run(TIMING.rendezvous_timeout_s + 0.5, step_s=0.01)  # the announcement outlived its request until then
+    world.check_idle()
+
+
+def test_an_engine_that_works_in_between_drops_nothing() -> None:
+    world = World("P")
+    sent = world.offer("P", "t", 8)
+    world.prefill("P", sent, 8)
+    world.finish("P", sent)
+    for _ in range(3):
+        _stall(world, producer_side.STALL_S / 2)
+        world.run(producer_side.STALL_GAP_S + 0.05, step_s=0.01)
+    assert sent.ended == []
 
 
 def test_tombstones_go_too() -> None:

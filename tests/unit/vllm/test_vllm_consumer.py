@@ -20,7 +20,7 @@ T, PEER = TransferId("t"), ("p", 1000)
 
 class Case:
     def __init__(self, **options: object) -> None:
-        self.halves = SchedulerHalves(BLOCK, BLOCK, **options)  # type: ignore[arg-type]
+        self.halves = SchedulerHalves(BLOCK, BLOCK, produces=False, **options)  # type: ignore[arg-type]
 
     def add(self, name: str, num_tokens: int = 10, **options: object) -> Request:
         token = options.pop("token", 5)

@@ -8,6 +8,7 @@ import pytest
 from fake_scheduler import Status
 from scheduler_cases import BLOCK, consume, output, produce, request
 
+from kvpush.transfer.commands import Stalled
 from kvpush.vllm.halves import SchedulerHalves
 
 pytestmark = pytest.mark.unit
@@ -92,3 +93,35 @@ def test_preemptions_come_before_everything_else() -> None:
     halves.on_new_request(request("d", 10, consume("v")))
     before, _ = halves.on_step(output(preempted={"r"}))
     assert [type(command).__name__ for command in before] == ["Preempt", "Offer", "Announce"]
+
+
+@pytest.mark.parametrize("params", [None, produce(), consume()])
+def test_an_engine_that_stands_still_for_want_of_blocks_says_so_in_every_step(params: dict[str, Any] | None) -> None:
+    halves = SchedulerHalves(BLOCK, BLOCK)
+    halves.on_new_request(request("head", 10, params))
+    halves.on_step(output())
+    for _ in range(3):
+        halves.matched_tokens("head", 0)
+        assert halves.on_step(output())[0] == [Stalled()]
+    halves.matched_tokens("head", 0)
+    assert Stalled() not in halves.on_step(output(cached={"other": (None, 4, 1)}))[0]  # others are computed
+    halves.matched_tokens("head", 0)
+    halves.on_allocated("head", ((1, 2, 3),), 10 if params == consume() else 0)
+    assert Stalled() not in halves.on_step(output())[0]
+    assert halves.on_step(output())[0] == []  # nobody was asked for
+
+
+def test_a_request_that_waits_for_its_sibling_is_no_stall() -> None:
+    halves = SchedulerHalves(BLOCK, BLOCK)
+    for name in "ab":
+        halves.on_new_request(request(name, 10, consume(consumers=2)))
+    halves.matched_tokens("a", 0)
+    halves.on_allocated("a", ((1, 2, 3),), 10)
+    assert halves.matched_tokens("b", 0) == (None, False)
+    assert Stalled() not in halves.on_step(output())[0]
+
+
+def test_a_decode_engine_has_nothing_to_drop() -> None:
+    halves = SchedulerHalves(BLOCK, BLOCK, produces=False)
+    halves.matched_tokens("head", 0)
+    assert halves.on_step(output())[0] == []
