@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import time
+import typing
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 import kvpush.vllm
 from kvpush.protocol.ids import RequestId, SendKey, TransferId
+from kvpush.transfer import commands
 from kvpush.transfer.commands import Command, Fetch, Finish, Offer, Preempt, Progress
 from kvpush.transfer.counters import Counters
 from kvpush.transfer.results import LoadFailed, Released, Result, Sent
@@ -403,3 +406,24 @@ def test_every_counter_that_warns_of_something_is_exported() -> None:
             counted |= set(re.findall(r'counters\.add\(\s*"(\w+)"', path.read_text()))
     assert counted - set(COUNTERS) <= {"messages_sent", "messages_received"}
     assert set(COUNTERS) <= counted
+
+
+def test_a_steps_metadata_travels_to_the_workers_as_it_is() -> None:
+    """vLLM pickles it for each worker process."""
+    who, key = identity_of(request("r")), SendKey(TransferId("t"), 0)
+    before: list[Command] = [
+        commands.Preempt(R),
+        commands.Offer(R, TransferId("t"), who, 1),
+        commands.Finish(R, "aborted"),
+        commands.Announce(TransferId("t"), who, ("p", 1)),
+        commands.Withdraw(TransferId("t")),
+        commands.Fetch(R, key, 1, who, 0, ((1, 2),), ("p", 1), "e"),
+        commands.Refuse(R, "duplicate", 0, ((1,),)),
+        commands.Cancel(R),
+        commands.Release(key, ("p", 1), True),
+        commands.Stalled(),
+    ]
+    metadata = StepMetadata(before=before, after=[Progress(R, 4, ((1,),), True)])
+    assert pickle.loads(pickle.dumps(metadata)) == metadata
+    kinds = set(typing.get_args(Command))
+    assert {type(command) for command in before} | {Progress} == kinds
