@@ -118,7 +118,8 @@ MUTATIONS = [
     ),
     Mutation(
         "call a lost write ended", "transfer/producer_side.py",
-        "if landed.may_land:\n            self._lose(piece, landed.error)\n            return\n", "",
+        "if landed.may_land:",
+        "if False:",
     ),
     Mutation("take a failed write for landed", "transfer/producer_side.py", "if landed.error:", "if False:"),
     Mutation(

@@ -65,8 +65,8 @@ def draw_spec(random: Random, role: str, mood: str) -> EngineSpec:
         gpu=random.random() < 0.6,
         stream=random.random() < 0.8,
         integrity=random.random() < 0.15,
-        forward_s=(2e-4, random.choice([1e-3, 1e-2])),
-        pause_s=random.choice([1e-4, 1e-3, 1e-3, 2e-2]),
+        forward_s=(1e-3 if mood == "crowded" else 2e-4, random.choice([2e-3, 1e-2])),
+        pause_s=random.choice([1e-4, 1e-3, 2e-2] if mood != "crowded" else [1e-3, 2e-2]),
     )
 
 
@@ -165,7 +165,9 @@ class Driver:
         lag_s = random.choice([0.0, 0.001, 0.02, 0.3, 0.9] if sure else [0.0, 0.001, 0.02, 0.3, 1.5])
         p_at, d_at = (at_s, at_s + lag_s) if random.random() < 0.5 else (at_s + lag_s, at_s)
         if sure or random.random() < 0.9:
-            leg = self._request(name + "p", prompt, produce, random.choice([1, 1, 1, 3]), salt)
+            # Digests are of whole blocks: who decodes on at P writes into the last one while it is pushed.
+            outputs = 1 if self.specs[p].integrity else random.choice([1, 1, 1, 3])
+            leg = self._request(name + "p", prompt, produce, outputs, salt)
             self._send(p_at, p, leg, leaves=not sure)
         if random.random() < 0.03:
             leg = self._request(name + "p", prompt, produce, 1, salt)
@@ -227,7 +229,7 @@ class Driver:
 
     def _plan_fault(self, at_s: float) -> None:
         random = self.random
-        kinds = ["stop", "stop at a post", "kill", "cut", "cut", "post", "write", "late", "reset", "slow", "slow"]
+        kinds = ["stop", "stop at a post", "kill", "cut", "lose", "lose", "post", "write", "late", "reset", "slow"]
         kind = random.choice(kinds)
         host = random.choice(list(self.specs))
         other = random.choice(list(self.specs))
@@ -255,6 +257,11 @@ class Driver:
                 if there is not engine and world.fabric.state(there.agent) != "killed":
                     world.cut(engine, there, noticed=noticed)
                     self._at(for_s, lambda: world.heal(engine, there))
+            case "lose":
+                there = world.engines[other]
+                if there is not engine:
+                    world.note(engine.agent, f"has lost its connection to {there.agent}")
+                    engine.transport.lose(there.agent)
             case "post":
                 engine.transport.fail_next_post()
             case "write" | "late":

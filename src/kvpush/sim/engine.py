@@ -20,9 +20,9 @@ from kvpush.sim.network import SimDialer, SimProver
 from kvpush.sim.pool import BlockPool
 from kvpush.sim.request import BLOCK, Request, Status
 from kvpush.sim.scheduler import Half, Rules, Scheduler, Step
-from kvpush.sim.timing import PREEMPT_WAIT_S, TICK_S, TIMING
+from kvpush.sim.timing import IDLE_STEP_S, PREEMPT_WAIT_S, TICK_S, TIMING
 from kvpush.sim.transport import WatchedTransport
-from kvpush.transfer.commands import Command, Fetch, Preempt, Refuse
+from kvpush.transfer.commands import Command, Fetch, Preempt, Refuse, Stalled
 from kvpush.transfer.core import CoreConfig, TransferCore
 from kvpush.transfer.dialer import Answer
 from kvpush.transfer.fence import Fence
@@ -112,7 +112,7 @@ class Engine:
         self._launching: deque[Step] = deque()
         self._worker_busy = False
         self._fence_wait: tuple[Step, list[RequestId]] | None = None
-        self._awake = self._quiet = False
+        self._awake = self._quiet = self._stalled = False
         self._blocked_on: Step | None = None
         self._forwards: deque[tuple[Step, Forward]] = deque()
         self._forward_end_s = 0.0
@@ -196,18 +196,27 @@ class Engine:
             self._steps.append(step)
             self._launching.append(step)
             self._quiet = not step.entries and scheduler.changes == before
+            self._stalled = any(isinstance(command, Stalled) for command in step.before)
             self._work()
             if len(self._steps) < depth and step.entries and not step.done:
                 self._again(1e-4)
                 return
         if not self._steps:
             self._awake = False
+            if scheduler.has_work and self._stalled:
+                # vLLM steps all the time; between steps that change nothing only the time matters.
+                self.world.fabric.after(IDLE_STEP_S, self._step_idly, self.agent)
             return
         oldest = self._steps[0]
         if oldest.done:
             self._process(oldest)
         else:
             self._blocked_on = oldest
+
+    def _step_idly(self) -> None:
+        if self._quiet and not self._awake:
+            self._quiet = False
+            self._wake()
 
     def _process(self, step: Step) -> None:
         self._steps.popleft()
@@ -336,7 +345,7 @@ class Engine:
         while self._commands:
             command, event = self._commands.popleft()
             self.core.command(command, now_s, event)
-        if self.core.writing and random.random() < 0.3:
+        if self.core.writing and random.random() < 0.5:
             # The interpreter may take the thread off here, and let the engine's main thread do something meanwhile.
             self.world.fabric.after(random.random() * self.spec.pause_s, self._poll, self.agent)
         else:

@@ -114,7 +114,7 @@ class Referee:
             return  # refused: nobody was asked to write
         if isinstance(result, LoadFailed):
             self.seen[f"failed {result.reason}"] += 1
-            if load.fetch.key.transfer_id in self.sure:
+            if load.fetch.key.transfer_id in self.sure or result.reason == "integrity":
                 self._break(f"{result.request_id} of {engine.agent} has failed ({result.reason}) for no reason")
             load.failed_s = self._world.now_s
             return

@@ -18,3 +18,5 @@ TIMING = Timing(
 DIAL_TIMEOUT_S = 0.3
 PREEMPT_WAIT_S = 0.005
 TICK_S = 0.1
+IDLE_STEP_S = 0.2
+"""How often an engine steps that waits for blocks. vLLM's does all the time."""
