@@ -12,11 +12,13 @@ TESTS := $(wildcard tests/unit tests/sim tests/nixl tests/vllm tests/gpu)
 OURS := src tests scripts $(wildcard bench)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo doctor test lint fmt lock clean
+.PHONY: help install demo doctor test sim mutants lint fmt lock clean
 
 help:
 	@echo 'make demo     two vLLM engines and a router on this machine, five questions, every answer checked'
 	@echo 'make test     all tests: unit, NIXL between processes, real vLLM engines (ARGS="-m unit" for the fast ones)'
+	@echo 'make sim      1000 simulated deployments (WORLDS=20000), or the story of one (SEED=42)'
+	@echo 'make mutants  removes one guard after another and lets the simulator find out (takes an hour)'
 	@echo 'make lint     ruff and mypy'
 	@echo 'make fmt      formats the code'
 	@echo 'make doctor   what is installed, and whether a push will work here'
@@ -40,6 +42,12 @@ test: install
 	if [ $$code -eq 124 ]; then echo 'test: error: not done after $(TEST_TIMEOUT_S) s (TEST_TIMEOUT_S sets the limit)' >&2; fi; \
 	if [ $$code -eq 5 ]; then echo 'test: error: no test was selected, so nothing was shown' >&2; fi; \
 	exit $$code
+
+sim: install
+	@$(BIN)/python scripts/sim.py $(if $(SEED),--seed $(SEED),--worlds $(or $(WORLDS),1000)) $(ARGS)
+
+mutants: install
+	@$(BIN)/python scripts/mutants.py $(ARGS)
 
 lint: install
 	@$(BIN)/ruff check $(OURS)
