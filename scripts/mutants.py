@@ -143,10 +143,6 @@ MUTATIONS = [
         "return self.local.ready // block_size * block_size", "return self.local.ready",
     ),
     Mutation(
-        "append to the table of a resumed request", "vllm/producer_scheduler.py",
-        "replace = request_id in resumed\n", "replace = False\n",
-    ),
-    Mutation(
         "tell nobody of preemptions", "vllm/producer_scheduler.py",
         "preempted.append(Preempt(RequestId(request_id)))", "pass",
     ),

@@ -260,7 +260,7 @@ class Driver:
             case "lose":
                 there = world.engines[other]
                 if there is not engine:
-                    world.note(engine.agent, f"has lost its connection to {there.agent}")
+                    world.note(engine.agent, f"has lost its connection to {there.agent}", about_process=True)
                     engine.transport.lose(there.agent)
             case "post":
                 engine.transport.fail_next_post()
@@ -279,7 +279,7 @@ class Driver:
     def _end_faults(self) -> None:
         """From now on nothing breaks: whatever waits for something must come to an end."""
         world = self.world
-        world.note("world", "has no faults any more")
+        world.note("world", "has no faults any more", about_process=True)
         self.calm = True
         world.fabric.set_faults(Faults())
         for engine in world.agents.values():

@@ -84,6 +84,8 @@ class Engine:
         self.fence = Fence()
         self.memory = np.zeros((LAYERS, spec.num_blocks, BLOCK), np.uint64)
         self.transport = WatchedTransport(world.fabric, self.agent, world.blocks_at, world.referee.on_post)
+        if world.trace is not None:
+            self.transport.on_notify = world.referee.on_notify
         self.base = self.transport.map(self.memory.view(np.uint8).reshape(-1))
         self.layer_bytes = spec.num_blocks * BLOCK_BYTES
         self.geometry = CacheGeometry(

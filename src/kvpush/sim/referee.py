@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from kvpush.protocol.ids import RequestId
+from kvpush.protocol.messages import decode
 from kvpush.sim.request import BLOCK
 from kvpush.sim.scheduler import Entry
 from kvpush.sim.timing import TICK_S, TIMING
@@ -64,6 +65,11 @@ class Referee:
 
     def on_post(self, flight: Flight) -> None:
         self._flights.append(flight)
+        if self._world.trace is not None:
+            owners = self._owners.get(flight.target, {})
+            keys = sorted({str(owners[block].fetch.key.transfer_id) for block in flight.targets if block in owners})
+            blocks = f"blocks {sorted(flight.sources)} into {sorted(flight.targets)}"
+            self._world.note(flight.writer, f"writes {blocks} of {flight.target} for {', '.join(keys)}")
         self._check_targets(flight.writer, flight.target, flight.targets, "posts a write")
 
     def on_land(self, writer: str, target: str, address: int, length: int) -> None:
@@ -243,7 +249,19 @@ class Referee:
             if defects:
                 self._break(f"{engine.agent} has given commands, or taken messages, that made no sense")
 
-    def _break(self, rule: str) -> Any:
+    def on_notify(self, writer: str, target: str, payload: bytes) -> None:
+        """For the story of a world: what is said, but not what is only asked to see who is there."""
+        message = decode(payload)
+        key = getattr(message, "key", None) or getattr(message, "transfer_id", None)
+        if key is not None:
+            more = [
+                f"{name} {value}"
+                for name in ("attempt", "reason", "quiet")
+                if (value := getattr(message, name, None)) is not None
+            ]
+            self._world.note(writer, f"says {type(message).__name__} {key} to {target} {' '.join(more)}")
+
+    def _break(self, rule: str) -> NoReturn:
         raise Violation(f"at {self._world.now_s:.4f} s: {rule}")
 
     def _trace(self, engine: Engine, text: str) -> None:

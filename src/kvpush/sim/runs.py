@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from kvpush.sim.world import MakeHalf
 
 MAX_LINES = 80
 KEPT = "every rule was kept"
+_TRANSFER = re.compile(r"\b(t\d+)[dpx]?[-#]")
 
 
 @dataclass(slots=True)
@@ -45,7 +47,10 @@ def run_worlds(seeds: Iterable[int], make_half: MakeHalf, *, stop_at_first: bool
 
 
 def story(seed: int, make_half: MakeHalf, max_lines: int = MAX_LINES) -> str:
-    """What happens in one world, and how it ends: the last lines of its trace."""
+    """What happens in one world, and how it ends: the last lines of its trace.
+
+    If a rule is broken and the text names a transfer, then only what concerns it, and what happened to processes.
+    """
     driver = Driver(seed, make_half, traced=True)
     end = KEPT
     try:
@@ -53,7 +58,11 @@ def story(seed: int, make_half: MakeHalf, max_lines: int = MAX_LINES) -> str:
     except Exception as error:
         end = f"{type(error).__name__}: {error}"
     trace = driver.world.trace or []
-    lines = [f"{at_s:9.4f} s  {who:<8} {what}" for at_s, who, what in trace[-max_lines:]]
+    guilty = _TRANSFER.search(end)
+    if guilty:
+        about = re.compile(rf"\b{guilty[1]}(?![0-9])")
+        trace = [line for line in trace if about.search(line.what) or line.about_process]
+    lines = [f"{line.at_s:9.4f} s  {line.who:<6} {line.what}" for line in trace[-max_lines:]]
     if len(trace) > max_lines:
         lines.insert(0, f"... {len(trace) - max_lines} lines before")
     return "\n".join([f"world {seed}", *lines, end])

@@ -34,11 +34,14 @@ class Flight:
 
 
 OnPost = Callable[[Flight], None]
+OnNotify = Callable[[str, str, bytes], None]
 BlocksAt = Callable[[str, Addresses, Addresses], frozenset[int]]
 
 
 class WatchedTransport(MemoryTransport):
-    """on_post: told of every write. blocks_at(agent, addresses, lengths): which blocks of an agent those bytes are in.
+    """on_post: told of every write. on_notify(writer, target, payload): told of every message, if set.
+
+    blocks_at(agent, addresses, lengths): which blocks of an agent those bytes are in.
 
     A frozen transport belongs to a process that was stopped in the middle of a round: what it would have sent after
     that leaves when it continues.
@@ -49,6 +52,7 @@ class WatchedTransport(MemoryTransport):
         self._blocks_at, self._on_post = blocks_at, on_post
         self.freeze_at_post = False
         self.frozen = False
+        self.on_notify: OnNotify | None = None
         self._held: list[tuple[str, bytes]] = []
 
     def write(
@@ -63,6 +67,8 @@ class WatchedTransport(MemoryTransport):
         return handle
 
     def notify(self, peer: str, payload: bytes) -> None:
+        if self.on_notify is not None:
+            self.on_notify(self.name, peer, payload)
         if self.frozen:
             self._connected(peer)
             self._held.append((peer, payload))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from random import Random
 
 import numpy as np
@@ -21,13 +22,23 @@ MakeHalf = Callable[[EngineSpec], Half]
 logging.getLogger("kvpush").setLevel(logging.CRITICAL + 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a world's story. about_process: it is about a process or a link, not about a request."""
+
+    at_s: float
+    who: str
+    what: str
+    about_process: bool
+
+
 class World:
-    """Hosts by name. make_half: see `MakeHalf`. trace: what happened, as (time, who, what), if `traced`."""
+    """Hosts by name. make_half: see `MakeHalf`. trace: what happened, if `traced`."""
 
     def __init__(self, seed: int, faults: Faults, make_half: MakeHalf, *, one_machine: bool, traced: bool) -> None:
         self.fabric = MemoryFabric(seed, faults)
         self.random: Random = self.fabric.random
-        self.trace: list[tuple[float, str, str]] | None = [] if traced else None
+        self.trace: list[Line] | None = [] if traced else None
         self.referee = Referee(self)
         self.engines: dict[str, Engine] = {}
         self.agents: dict[str, Engine] = {}
@@ -42,16 +53,16 @@ class World:
     def now_s(self) -> float:
         return self.fabric.now_s
 
-    def note(self, who: str, what: str) -> None:
+    def note(self, who: str, what: str, *, about_process: bool = False) -> None:
         if self.trace is not None:
-            self.trace.append((self.now_s, who, what))
+            self.trace.append(Line(self.now_s, who, what, about_process))
 
     def start(self, host: str, spec: EngineSpec) -> Engine:
         """Starts an engine on a host, in place of the one that was there."""
         life = self._lives[host] = self._lives.get(host, -1) + 1
         engine = Engine(self, host, life, spec, self._make_half(spec))
         self.engines[host] = self.agents[engine.agent] = engine
-        self.note(engine.agent, "starts")
+        self.note(engine.agent, "starts", about_process=True)
         self.referee.note_reachability()
         return engine
 
@@ -83,7 +94,7 @@ class World:
 
     def stop(self, engine: Engine) -> None:
         if engine.running:
-            self.note(engine.agent, "is stopped")
+            self.note(engine.agent, "is stopped", about_process=True)
             self.fabric.stop(engine.agent)
             self.referee.note_reachability()
 
@@ -95,7 +106,7 @@ class World:
 
     def resume(self, engine: Engine) -> None:
         if self.fabric.state(engine.agent) == "stopped":
-            self.note(engine.agent, "continues")
+            self.note(engine.agent, "continues", about_process=True)
             self.fabric.resume(engine.agent)
             engine.resumed_s = self.now_s
             self.referee.note_reachability()
@@ -103,19 +114,19 @@ class World:
 
     def kill(self, engine: Engine) -> None:
         if self.fabric.state(engine.agent) != "killed":
-            self.note(engine.agent, "is killed")
+            self.note(engine.agent, "is killed", about_process=True)
             self.fabric.kill(engine.agent)
             self.referee.on_killed(engine.agent)
             self.referee.note_reachability()
 
     def cut(self, a: Engine, b: Engine, *, noticed: bool) -> None:
-        self.note(a.agent, f"is cut from {b.agent}{', and writers notice' if noticed else ''}")
+        self.note(a.agent, f"is cut from {b.agent}{', and writers notice' if noticed else ''}", about_process=True)
         self.fabric.cut(a.agent, b.agent, noticed_by_writers=noticed)
         self.referee.note_reachability()
 
     def heal(self, a: Engine, b: Engine) -> None:
         if self.fabric.is_cut(a.agent, b.agent):
-            self.note(a.agent, f"reaches {b.agent} again")
+            self.note(a.agent, f"reaches {b.agent} again", about_process=True)
             self.fabric.heal(a.agent, b.agent)
             self.referee.note_reachability()
 
