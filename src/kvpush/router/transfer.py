@@ -221,6 +221,10 @@ class Transfer:
             raise ApiError(502, message, outcome="prefill_failed", retryable=True) from None
         self.record.prompt_tokens = content.usage.prompt_tokens if content.usage else None
         backend.saw(content.kv_transfer_params)
+        if content.kv_transfer_params is None and self._parts.config.mode == "push":
+            # Its role, or its connector, is another one: the decode engine would wait for KV that never comes.
+            message = f"The prefill engine at {backend.url} answered without handing its KV over: see its log"
+            raise ApiError(502, message, outcome="prefill_failed", retryable=True)
         return content.kv_transfer_params
 
     async def _decode(self, params: Mapping[str, Any] | None) -> None:

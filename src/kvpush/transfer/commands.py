@@ -117,7 +117,12 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Stalled:
-    """P: the engine computes nothing, because the head of its queue finds no blocks. Said with every such step."""
+    """P: the engine computes nothing, because the head of its queue finds no blocks. Said with every such step.
+
+    over: it computes again. With async scheduling a step may schedule nothing although the one before it still runs.
+    """
+
+    over: bool = False
 
 
 Command = Stalled | Offer | Progress | Preempt | Finish | Announce | Withdraw | Fetch | Refuse | Cancel | Release

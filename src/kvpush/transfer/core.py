@@ -107,7 +107,7 @@ class TransferCore:
                 case commands.Progress():
                     self._producer_side.advance(command, event)
                 case commands.Stalled():
-                    self._producer_side.stalled(now_s)
+                    self._producer_side.stalled(now_s, over=command.over)
                 case commands.Offer() | commands.Preempt() | commands.Finish():
                     self._producer_side.command(command, now_s)
                 case _:
@@ -186,6 +186,10 @@ class TransferCore:
         except ProtocolError as error:
             self.counters.add("messages_dropped", error.fault)
             _log.warning("kvpush: dropped %s from %s: %s", type(message).__name__, agent, error)
+        except Exception:
+            # Whatever a peer can provoke must not end the engine: its transfers end by their own bounds.
+            self.counters.add("messages_dropped", "internal")
+            _log.exception("kvpush: dropped %s from %s", type(message).__name__, agent)
 
     def _settle(self, now_s: float) -> None:
         """Hands out what the connections have to tell until nothing is left."""

@@ -99,10 +99,9 @@ class SideChannelDialer:
         self._ended.put(ended)
 
     def _ask(self, address: PeerAddress) -> Answer:
-        self._allowed.check(address.host, address.port)
-        found = query_peer(
-            address.host, address.port, address.pp_rank, address.tp_rank, None, self._secret, self._timeout_s
-        )
+        # What was checked is what is connected to: asking the resolver again could give another answer.
+        host = self._allowed.check(address.host, address.port)
+        found = query_peer(host, address.port, address.pp_rank, address.tp_rank, None, self._secret, self._timeout_s)
         differences = check_compatible(self._mine, found.engine)
         for name in ("tp_size", "pp_size"):
             here, there = getattr(self._mine, name), getattr(found.engine, name)

@@ -122,19 +122,27 @@ class ProducerSide:
         if request_id not in self._offered:
             return [ReportSent(request_id)]  # nothing reads its blocks
         ready = self._sources.settle(request_id)
-        if finish.aborted:
-            return self._producer.on_aborted(request_id, now_s, finish.aborted)
-        if ready is not None:
-            self._run(self._producer.on_tokens(request_id, ready, now_s), now_s)
-        self._mark(request_id, "prefilled", now_s)
-        return self._producer.on_finished(request_id, now_s)
+        if not finish.aborted:
+            try:
+                if ready is not None:
+                    self._run(self._producer.on_tokens(request_id, ready, now_s), now_s)
+                self._mark(request_id, "prefilled", now_s)
+                return self._producer.on_finished(request_id, now_s)
+            except ProtocolError as error:
+                # A defect of ours must not keep the blocks: the engine waits for a report.
+                self._counters.add("protocol_errors", error.fault)
+                _log.error("kvpush: request %s ends without its KV: %s", request_id, error)
+        return self._producer.on_aborted(request_id, now_s, finish.aborted or "incomplete")
 
-    def stalled(self, now_s: float) -> None:
+    def stalled(self, now_s: float, *, over: bool = False) -> None:
         """The engine stands still for want of blocks: after a while the oldest request that nobody reads has to go.
 
         Otherwise P and D could wait for each other until the longest bound: P full of requests that D cannot admit, D
         of requests that P cannot admit.
         """
+        if over:
+            self._stalled_s = None
+            return
         since_s, last_s = self._stalled_s or (now_s, now_s)
         if now_s - last_s > STALL_GAP_S:
             since_s = now_s  # it has worked in between

@@ -61,8 +61,8 @@ class ProcessProver:
         try:
             proven = self._proof.gone(process, None)  # of this machine's processes nobody else must be asked
             if not proven:
-                self._allowed.check(address.host, address.port)
-                proven = self._proof.gone(process, (address.host, address.port))
+                host = self._allowed.check(address.host, address.port)
+                proven = self._proof.gone(process, (host, address.port))
         except AddressRefused as error:
             _log.warning("kvpush: cannot ask about %s: %s", agent, error)
         except Exception:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from kvpush.protocol.timing import Timing
-from kvpush.transfer.addresses import AllowList
+from kvpush.transfer.addresses import AddressRefused, AllowList, check_form
 from kvpush.transfer.integrity import IntegrityMode
 
 DEFAULT_PORT = 14_600
@@ -55,8 +55,10 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if not 1 <= self.side_channel_port <= 65_535:
             raise ValueError(f"side_channel_port must be 1 to 65535, got {self.side_channel_port}")
-        if not self.side_channel_host:
-            raise ValueError("side_channel_host is empty")
+        try:
+            check_form(self.side_channel_host, self.side_channel_port)
+        except AddressRefused as error:
+            raise ValueError(f"side_channel_host is where peers reach this engine: {error}") from None
         if not self.backends:
             raise ValueError("backends is empty; UCX is the usual one")
         if self.num_threads is not None and not 0 <= self.num_threads <= 64:

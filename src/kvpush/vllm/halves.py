@@ -36,6 +36,7 @@ class SchedulerHalves:
         self._producer = ProducerScheduler(block_size)
         self._consumer = ConsumerScheduler(recompute_below_tokens, prefix_caching=prefix_caching)
         self._without_blocks: set[str] = set()  # asked for in this step, and not admitted
+        self._stalled = False
         self.counters = Counters()
 
     @property
@@ -77,8 +78,13 @@ class SchedulerHalves:
         commands = self._producer.take_commands()
         preempted, steps = self._producer.on_step(output)
         commands += self._consumer.take_commands()
-        if self._produces and self._without_blocks and not output.num_scheduled_tokens:
+        if output.num_scheduled_tokens:
+            if self._stalled:
+                commands.append(Stalled(over=True))
+            self._stalled = False
+        elif self._produces and self._without_blocks:
             commands.append(Stalled())
+            self._stalled = True
         self._without_blocks.clear()
         return [*preempted, *commands], steps
 

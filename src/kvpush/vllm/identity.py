@@ -39,6 +39,19 @@ def check_cache(kv_cache_config: Any) -> None:
         raise UnsupportedModel(f"kvpush transfers full attention only; this model's KV cache is {spec}")
 
 
+def check_engine(vllm_config: Any) -> None:
+    """Raises UnsupportedModel for what vLLM can do and this version does not hand over rightly."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size", "data_parallel_size"):
+        size = int(getattr(parallel, name, 1) or 1)
+        if size > 1:
+            raise UnsupportedModel(f"kvpush does not work with {name} {size} yet; leave it at 1")
+    if getattr(model, "enable_sleep_mode", False):
+        raise UnsupportedModel("kvpush does not work with sleep mode: waking up gives the KV cache other memory")
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise UnsupportedModel("kvpush does not work with calculate_kv_scales: each engine would use scales of its own")
+
+
 def fingerprint(vllm_config: Any, kv_cache_config: Any) -> dict[str, str]:
     """Name -> value of everything that determines the KV of a prompt, and how its blocks are cut."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -57,6 +70,7 @@ def fingerprint(vllm_config: Any, kv_cache_config: Any) -> dict[str, str]:
         "layers": str(len(kv_cache_config.kv_cache_groups[0].layer_names)),
         "block size": str(spec.block_size),
         "block layout": compat.block_layout(vllm_config),
+        "draft model": _draft(vllm_config),
         "vllm": ".".join(str(part) for part in compat.major_minor(compat.vllm_version())),
     }
 
@@ -87,6 +101,15 @@ def identity_of(request: Any) -> PromptIdentity:
         multimodal=compat.multimodal_hashes(request),
         cache_salt=getattr(request, "cache_salt", None),
     )
+
+
+def _draft(vllm_config: Any) -> str:
+    """A drafter of its own has KV in the same group; both sides must have the same one."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if speculative is None:
+        return "none"
+    model = os.path.basename(str(getattr(speculative, "model", "")).rstrip("/"))
+    return f"{getattr(speculative, 'method', '')} {model}"
 
 
 def _digest(hf_config: Any) -> str:

@@ -15,7 +15,7 @@ from kvpush.transfer.sidechannel import RankInfo, SideChannelError, SideChannelS
 from kvpush.vllm import compat
 from kvpush.vllm.config import Options
 from kvpush.vllm.halves import SchedulerHalves
-from kvpush.vllm.identity import check_cache, engine_info
+from kvpush.vllm.identity import check_cache, check_engine, engine_info
 from kvpush.vllm.metadata import RankMetadata, StepMetadata
 
 _log = logging.getLogger(__name__)
@@ -25,6 +25,7 @@ class PushScheduler:
     """Runs on the engine's scheduler thread; nothing here waits for the network."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, options: Options) -> None:
+        check_engine(vllm_config)
         check_cache(kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._options = options
@@ -70,9 +71,9 @@ class PushScheduler:
         return self._halves.matched_tokens(request_id, num_computed_tokens)
 
     def on_allocated(self, request_id: str, blocks: Any, num_external_tokens: int) -> None:
-        if self._halves.consumes(request_id):
-            table = tuple(tuple(group) for group in blocks.get_block_ids())
-            self._halves.on_allocated(request_id, table, num_external_tokens)
+        consumes = self._halves.consumes(request_id)
+        table = tuple(tuple(group) for group in blocks.get_block_ids()) if consumes else ()
+        self._halves.on_allocated(request_id, table, num_external_tokens)
 
     def build_metadata(self, output: Any) -> StepMetadata:
         """Everything that this step has to tell the workers."""

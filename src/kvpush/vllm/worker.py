@@ -29,7 +29,7 @@ from kvpush.transport.nixl import NixlTransport
 from kvpush.vllm import compat
 from kvpush.vllm.cache import PagedCache
 from kvpush.vllm.config import Options
-from kvpush.vllm.identity import check_cache, engine_info
+from kvpush.vllm.identity import check_cache, check_engine, engine_info
 from kvpush.vllm.metadata import RankMetadata, StepMetadata
 
 _log = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ class PushWorker:
     `preempt_wait_s`, and only when blocks are preempted that a transfer reads."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, options: Options) -> None:
+        check_engine(vllm_config)
         check_cache(kv_cache_config)
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config

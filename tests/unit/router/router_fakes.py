@@ -69,7 +69,7 @@ class Seen:
 class Answer:
     """How an engine answers. `status` other than 200 answers with `error`; `die_after` drops the connection after that
     many events (0: at once, without any answer); `hang` never answers; `comment_first` begins a stream with a comment;
-    `fail_after` sends an error event after that many events."""
+    `fail_after` sends an error event after that many events; without `hands_over` a prefill is an ordinary answer."""
 
     status: int = 200
     error: Any = None
@@ -81,6 +81,7 @@ class Answer:
     raw: bytes | None = None
     params: dict[str, Any] | None = None
     token_pause_s: float = 0.0
+    hands_over: bool = True
 
 
 def vllm_error(status: int, message: str) -> dict[str, Any]:
@@ -241,7 +242,7 @@ class FakeEngine:
                 content = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
                 choices.append({"index": len(choices), "finish_reason": "stop", "logprobs": None, **content})
         params = answer.params
-        if params is None and seen.params.get("do_remote_decode"):
+        if params is None and answer.hands_over and seen.params.get("do_remote_decode"):
             params = self.identity()
             if self.mode == "pull":
                 params = {**params, "do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_request_id": "r"}

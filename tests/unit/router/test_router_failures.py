@@ -43,6 +43,19 @@ async def test_a_refusal_by_the_prefill_engine_alone_is_passed_on(body: dict[str
         await eventually(it.idle)
 
 
+@BOTH_WAYS
+@async_test
+async def test_a_prefill_engine_that_hands_nothing_over_is_an_error_at_once(body: dict[str, Any]) -> None:
+    async with cluster() as it:
+        await it.post(HELLO)  # its identity is known
+        it.d[0].answer = Answer(delay_s=20)
+        it.p[0].answer = Answer(hands_over=False)
+        status, answer, _ = await it.post(body)
+        assert status == 502
+        assert "without handing its KV over" in answer["error"]["message"]
+        await eventually(it.idle)
+
+
 @pytest.mark.parametrize(("code", "expected"), [(500, 502), (503, 503), (302, 502)])
 @BOTH_WAYS
 @async_test

@@ -19,7 +19,14 @@ from kvpush.transfer.addresses import AllowList
 from kvpush.transfer.dialer import Dialed, SideChannelDialer
 from kvpush.transfer.proof import WriterProof
 from kvpush.transfer.prover import ProcessProver
-from kvpush.transfer.sidechannel import EngineInfo, ProcessIdentity, RankInfo, SideChannelServer, current_process
+from kvpush.transfer.sidechannel import (
+    EngineInfo,
+    HandshakeError,
+    ProcessIdentity,
+    RankInfo,
+    SideChannelServer,
+    current_process,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -206,6 +213,25 @@ def test_slow_peers_do_not_delay_another() -> None:
         [first] = _ended(dialer)
         assert first.address == address
         assert time.monotonic() - start_s < 2.5
+
+
+def test_the_address_that_was_checked_is_the_one_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that resolves to an allowed address first and to another one later must not lead there."""
+    from kvpush.transfer import dialer as module
+
+    answers = iter([(LOCAL,), ("169.254.169.254",)])
+    allowed = AllowList(["127.0.0.0/8"], resolve=lambda host, timeout_s: next(answers))
+    asked: list[object] = []
+
+    def query(host: object, *args: object) -> None:
+        asked.append(host)
+        raise HandshakeError("refused", "nobody is there")
+
+    monkeypatch.setattr(module, "query_peer", query)
+    with _dialer(allowed=allowed) as dialer:
+        dialer.dial(PeerAddress("peer.example", 80))
+        _ended(dialer)
+    assert asked == [LOCAL]
 
 
 def test_a_defect_on_the_pool_comes_back_as_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:

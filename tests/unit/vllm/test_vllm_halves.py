@@ -104,7 +104,9 @@ def test_an_engine_that_stands_still_for_want_of_blocks_says_so_in_every_step(pa
         halves.matched_tokens("head", 0)
         assert halves.on_step(output())[0] == [Stalled()]
     halves.matched_tokens("head", 0)
-    assert Stalled() not in halves.on_step(output(cached={"other": (None, 4, 1)}))[0]  # others are computed
+    # With async scheduling an empty step may come while one is being computed: the next full one takes it back.
+    assert halves.on_step(output(cached={"other": (None, 4, 1)}))[0] == [Stalled(over=True)]
+    assert halves.on_step(output(cached={"other": (None, 5, 1)}))[0] == []
     halves.matched_tokens("head", 0)
     halves.on_allocated("head", ((1, 2, 3),), 10 if params == consume() else 0)
     assert Stalled() not in halves.on_step(output())[0]
