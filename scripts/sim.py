@@ -15,7 +15,7 @@ sys.path.insert(0, os.environ.get("KVPUSH_SRC", str(Path(__file__).parents[1] / 
 from kvpush.sim.engine import EngineSpec
 from kvpush.sim.request import BLOCK
 from kvpush.sim.runs import KEPT, Outcome, run_worlds, story
-from kvpush.sim.scheduler import Half
+from kvpush.sim.step import Half
 from kvpush.vllm.halves import SchedulerHalves
 
 BATCH = 100

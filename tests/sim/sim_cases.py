@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvpush.sim.engine import EngineSpec
 from kvpush.sim.request import BLOCK
 from kvpush.sim.runs import Outcome, run_worlds
-from kvpush.sim.scheduler import Half
+from kvpush.sim.step import Half
 from kvpush.vllm.halves import SchedulerHalves
 
 

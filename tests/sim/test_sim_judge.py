@@ -13,7 +13,7 @@ from kvpush.protocol.receive import Receive
 from kvpush.protocol.rendezvous import LocalRequest
 from kvpush.protocol.send import Send
 from kvpush.protocol.send_table import SendTable
-from kvpush.sim.scheduler import EngineDied
+from kvpush.sim.step import EngineDied
 from kvpush.transfer.fence import Fence
 from kvpush.transfer.reports import Reports
 from kvpush.transfer.sources import Sources

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 LAYERS = 2
 _MASK = 2**64 - 1
+Words = npt.NDArray[np.uint64]
 
 
 class Content:
@@ -31,7 +32,7 @@ class Content:
             chain.append(state)
         self.chain = chain
         base = np.array(chain, np.uint64)
-        self.kv: npt.NDArray[np.uint64] = np.stack([base * np.uint64(2 * i + 1) + np.uint64(i) for i in range(LAYERS)])
+        self.kv: Words = np.stack([base * np.uint64(2 * i + 1) + np.uint64(1000 * i) for i in range(LAYERS)])
 
 
 def _mix(state: int, token: int) -> int:

@@ -7,10 +7,11 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from kvpush.sim.engine import PORT, Engine, EngineSpec
+from kvpush.sim.engine import Engine, EngineSpec
 from kvpush.sim.request import BLOCK, Request, num_blocks
-from kvpush.sim.scheduler import Rules
+from kvpush.sim.step import Rules
 from kvpush.sim.timing import TIMING
+from kvpush.sim.worker import PORT
 from kvpush.sim.world import MakeHalf, World
 from kvpush.transport.faults import Faults
 
@@ -92,6 +93,8 @@ class Driver:
         self.specs = {host: draw_spec(random, role, self.mood) for host, role in roles}
         if self.gentle and self.num_transfers <= 2 and random.random() < 0.5:  # prompts that take longer than bounds
             self.specs = {host: replace(spec, forward_s=(0.05, 0.3)) for host, spec in self.specs.items()}
+        if random.random() < 0.15:
+            self.specs = {host: replace(spec, tp_size=2) for host, spec in self.specs.items()}
         for host, spec in self.specs.items():
             self.world.start(host, spec)
         self.base = [[random.randrange(1000) for _ in range(MAX_PROMPT)] for _ in range(2)]
@@ -195,13 +198,13 @@ class Driver:
 
         def arrive() -> None:
             engine = self.world.engines[host]
-            if self.world.fabric.state(engine.agent) != "killed":
+            if not engine.killed:
                 sent.append(engine)
                 self.world.note(engine.agent, f"gets {request.request_id}: {request.num_prompt_tokens} tokens")
                 engine.add(request)
 
         def leave() -> None:
-            if sent and self.world.fabric.state(sent[0].agent) != "killed":
+            if sent and not sent[0].killed:
                 self.world.note(sent[0].agent, f"{request.request_id} is aborted")
                 sent[0].abort(request)
 
@@ -216,7 +219,7 @@ class Driver:
 
         def arrive() -> None:
             engine = self.world.engines[host]
-            if self.world.fabric.state(engine.agent) != "killed":
+            if not engine.killed:
                 engine.add(phantom)
                 if late_s:
                     self.world.fabric.after(late_s, partial(engine.abort, phantom), engine.agent)
@@ -238,39 +241,37 @@ class Driver:
         self._at(at_s, lambda: self._fault(kind, host, other, for_s, noticed))
 
     def _fault(self, kind: str, host: str, other: str, for_s: float, noticed: bool) -> None:
-        world, engine = self.world, self.world.engines[host]
+        world, engine, there = self.world, self.world.engines[host], self.world.engines[other]
         if not engine.running or self.calm:
             return
+        worker = self.random.choice(engine.workers)  # of faults that a single process can have
         match kind:
             case "stop":
-                world.stop(engine)
-                self._at(for_s, lambda: world.resume(engine))
+                for stopped in engine.workers if noticed else [worker]:
+                    world.stop(stopped)
+                    self._at(for_s, partial(world.resume, stopped))
             case "stop at a post":
-                engine.transport.freeze_at_post = True
-                self._at(for_s, lambda: world.resume(engine))
+                worker.transport.freeze_at_post = True
+                self._at(for_s, lambda: world.resume(worker))
             case "kill":
                 world.kill(engine)
                 if noticed or for_s < 0.5:
                     self._at(for_s, lambda: self._restart(host))
-            case "cut":
-                there = world.engines[other]
-                if there is not engine and world.fabric.state(there.agent) != "killed":
-                    world.cut(engine, there, noticed=noticed)
-                    self._at(for_s, lambda: world.heal(engine, there))
-            case "lose":
-                there = world.engines[other]
-                if there is not engine:
-                    world.note(engine.agent, f"has lost its connection to {there.agent}", about_process=True)
-                    engine.transport.lose(there.agent)
+            case "cut" if there is not engine and not there.killed:
+                world.cut(engine, there, noticed=noticed)
+                self._at(for_s, lambda: world.heal(engine, there))
+            case "lose" if there is not engine:
+                world.note(worker.agent, f"has lost its connection to {there.agent}", about_process=True)
+                worker.transport.lose(there.workers[worker.tp_rank].agent)
             case "post":
-                engine.transport.fail_next_post()
+                worker.transport.fail_next_post()
             case "write" | "late":
-                engine.transport.fail_next_write(after=self.random.random(), may_land=kind == "late")
+                worker.transport.fail_next_write(after=self.random.random(), may_land=kind == "late")
             case "reset":
                 engine.reset_prefix_cache()
             case "slow":
-                slow = replace(world.fabric.faults(engine.agent, ""), write_delay_s=(0.2, 1.2))
-                world.fabric.set_faults(slow, writer=engine.agent)
+                slow = replace(world.fabric.faults(worker.agent, ""), write_delay_s=(0.2, 1.2))
+                world.fabric.set_faults(slow, writer=worker.agent)
 
     def _restart(self, host: str) -> None:
         if self.world.refuses(host):
@@ -282,10 +283,10 @@ class Driver:
         world.note("world", "has no faults any more", about_process=True)
         self.calm = True
         world.fabric.set_faults(Faults())
-        for engine in world.agents.values():
-            world.fabric.set_faults(None, writer=engine.agent)
-            engine.transport.calm()
-            world.resume(engine)
+        for worker in world.agents.values():
+            world.fabric.set_faults(None, writer=worker.agent)
+            worker.transport.calm()
+            world.resume(worker)
         world.heal_all()
         for host in self.specs:
             self._restart(host)

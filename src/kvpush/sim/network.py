@@ -37,7 +37,7 @@ class SimDialer:
     def _ask(self, address: PeerAddress) -> None:
         engine = self._world.reachable(self._mine, address.host)
         if engine is not None:
-            self._end(Dialed(address, engine.answer))
+            self._end(Dialed(address, engine.workers[address.tp_rank].answer))
         elif self._world.refuses(address.host):
             self._end(Dialed(address, None, f"handshake unreachable: nobody listens at {address}"))
         else:

@@ -12,14 +12,14 @@ import numpy as np
 from kvpush.protocol.ids import RequestId
 from kvpush.protocol.messages import decode
 from kvpush.sim.request import BLOCK
-from kvpush.sim.scheduler import Entry
+from kvpush.sim.step import Entry
 from kvpush.sim.timing import TICK_S, TIMING
 from kvpush.sim.transport import Flight
 from kvpush.transfer.commands import Fetch
 from kvpush.transfer.results import LoadFailed, Received, Result, Sent
 
 if TYPE_CHECKING:
-    from kvpush.sim.engine import Engine
+    from kvpush.sim.worker import Worker
     from kvpush.sim.world import World
 
 SILENCE_BOUND_S = TIMING.peer_timeout_s + TIMING.ping_interval_s + 4 * TICK_S + 0.35
@@ -32,13 +32,13 @@ class Violation(AssertionError):
 
 @dataclass(eq=False, slots=True)
 class Load:
-    """Blocks of an engine that a producer was given.
+    """Blocks of a rank that a producer was given.
 
     dark_s: since when that producer cannot be reached. tainted: a write into them has read a source block that was
     given away.
     """
 
-    engine: Engine
+    worker: Worker
     fetch: Fetch
     blocks: tuple[int, ...]
     started_s: float
@@ -73,9 +73,9 @@ class Referee:
         self._check_targets(flight.writer, flight.target, flight.targets, "posts a write")
 
     def on_land(self, writer: str, target: str, address: int, length: int) -> None:
-        engine = self._world.agents[target]
-        first = (address - engine.base) % engine.layer_bytes // (BLOCK * 8)
-        last = (address + length - 1 - engine.base) % engine.layer_bytes // (BLOCK * 8)
+        worker = self._world.agents[target]
+        first = (address - worker.base) % worker.layer_bytes // (BLOCK * 8)
+        last = (address + length - 1 - worker.base) % worker.layer_bytes // (BLOCK * 8)
         self._check_targets(writer, target, range(first, last + 1), "writes")
 
     def _check_targets(self, writer: str, target: str, blocks: Collection[int], what: str) -> None:
@@ -98,72 +98,73 @@ class Referee:
 
     # Loads at D
 
-    def on_fetch(self, engine: Engine, fetch: Fetch) -> None:
+    def on_fetch(self, worker: Worker, fetch: Fetch) -> None:
         blocks = fetch.blocks[0][fetch.first_token // BLOCK :]
-        load = Load(engine, fetch, blocks, self._world.now_s)
-        self._loads[engine.agent, fetch.request_id] = load
-        owners = self._owners.setdefault(engine.agent, {})
+        load = Load(worker, fetch, blocks, self._world.now_s)
+        self._loads[worker.agent, fetch.request_id] = load
+        owners = self._owners.setdefault(worker.agent, {})
         for block in blocks:
             if block in owners:
-                self._break(f"block {block} of {engine.agent} is given away twice")
+                self._break(f"block {block} of {worker.agent} is given away twice")
             owners[block] = load
         self._note_dark(load)
-        self._trace(engine, f"fetches {fetch.key} for {fetch.request_id} from token {fetch.first_token} into {blocks}")
+        self._trace(worker, f"fetches {fetch.key} for {fetch.request_id} from token {fetch.first_token} into {blocks}")
 
-    def on_result(self, engine: Engine, result: Result) -> None:
+    def on_result(self, worker: Worker, result: Result) -> None:
         self.seen[type(result).__name__] += 1
-        self._trace(engine, f"-> {result}")
+        self._trace(worker, f"-> {result}")
         if isinstance(result, Sent):
             return
-        load = self._loads.get((engine.agent, result.request_id))
+        load = self._loads.get((worker.agent, result.request_id))
         if load is None:
             return  # refused: nobody was asked to write
         if isinstance(result, LoadFailed):
             self.seen[f"failed {result.reason}"] += 1
             if load.fetch.key.transfer_id in self.sure or result.reason == "integrity":
-                self._break(f"{result.request_id} of {engine.agent} has failed ({result.reason}) for no reason")
+                self._break(f"{result.request_id} of {worker.agent} has failed ({result.reason}) for no reason")
             load.failed_s = self._world.now_s
             return
-        flights = self._open_to(engine.agent, load.blocks)
+        flights = self._open_to(worker.agent, load.blocks)
         name = type(result).__name__.lower()
         if isinstance(result, Received):
             self._check_received(load)
             self.seen["surely received"] += load.fetch.key.transfer_id in self.sure
         if flights:
-            self._break(f"{result.request_id} of {engine.agent} is {name} while {flights[0].writer} writes to it")
+            self._break(f"{result.request_id} of {worker.agent} is {name} while {flights[0].writer} writes to it")
         self._end(load)
 
     def _check_received(self, load: Load) -> None:
-        engine, fetch = load.engine, load.fetch
+        worker, fetch = load.worker, load.fetch
         if load.tainted:
-            self._break(f"{fetch.request_id} of {engine.agent} is received although its source was given away")
-        request = engine.scheduler.requests.get(fetch.request_id)
+            self._break(f"{fetch.request_id} of {worker.agent} is received although its source was given away")
+        request = worker.engine.scheduler.requests.get(fetch.request_id)
         if request is None:
-            self._break(f"{fetch.request_id} is received, and {engine.agent} does not hold it")
+            self._break(f"{fetch.request_id} is received, and {worker.agent} does not hold it")
         table = list(fetch.blocks[0])
-        there = engine.memory[:, table].reshape(engine.memory.shape[0], -1)
+        there = worker.memory[:, table].reshape(worker.memory.shape[0], -1)
         tokens = slice(fetch.first_token, fetch.prompt.num_tokens)
-        if not np.array_equal(there[:, tokens], request.content.kv[:, tokens]):
-            wrong = np.flatnonzero((there[:, tokens] != request.content.kv[:, tokens]).any(0)) + fetch.first_token
-            self._break(f"{fetch.request_id} of {engine.agent} is received with wrong KV at tokens {wrong.tolist()}")
+        wanted = worker.kv_of(request.content.kv)
+        if not np.array_equal(there[:, tokens], wanted[:, tokens]):
+            wrong = np.flatnonzero((there[:, tokens] != wanted[:, tokens]).any(0)) + fetch.first_token
+            self._break(f"{fetch.request_id} of {worker.agent} is received with wrong KV at tokens {wrong.tolist()}")
 
     def _end(self, load: Load) -> None:
-        owners = self._owners[load.engine.agent]
+        owners = self._owners[load.worker.agent]
         for block in load.blocks:
             del owners[block]
-        del self._loads[load.engine.agent, load.fetch.request_id]
+        del self._loads[load.worker.agent, load.fetch.request_id]
 
     # Sources at P, and the pools
 
-    def on_preempted(self, engine: Engine, request_id: RequestId, poisoned: Collection[RequestId]) -> None:
+    def on_preempted(self, worker: Worker, request_id: RequestId, poisoned: Collection[RequestId]) -> None:
         self.seen["poisoned" if request_id in poisoned else "preempted"] += 1
         if request_id in poisoned:
-            params = engine.scheduler.requests[request_id].kv_transfer_params or {}
-            for flight in self._open_from(engine.agent, None):
+            params = worker.engine.scheduler.requests[request_id].kv_transfer_params or {}
+            for flight in self._open_from(worker.agent, None):
                 owners = self._owners.get(flight.target, {})
                 keys = {owners[block].fetch.key for block in flight.targets if block in owners}
                 flight.excused |= any(key.transfer_id == params["transfer_id"] for key in keys)
-        self._trace(engine, f"preempts {request_id}{', poisoned' if request_id in poisoned else ''}")
+        self._trace(worker, f"preempts {request_id}{', poisoned' if request_id in poisoned else ''}")
 
     def _open_from(self, agent: str, blocks: frozenset[int] | None) -> list[Flight]:
         """Writes in flight of an agent that read some of these blocks, or any."""
@@ -173,32 +174,32 @@ class Referee:
             flight for flight in self._flights if flight.writer == agent and (blocks is None or flight.sources & blocks)
         ]
 
-    def on_reuse(self, engine: Engine, blocks: Collection[int]) -> None:
+    def on_reuse(self, worker: Worker, blocks: Collection[int]) -> None:
         """Blocks are overwritten by their next owner: what reads them now must never be committed."""
-        for flight in self._open_from(engine.agent, frozenset(blocks)):
+        for flight in self._open_from(worker.agent, frozenset(blocks)):
             owners = self._owners.get(flight.target, {})
             for load in {owners[block] for block in flight.targets if block in owners}:
                 if not load.tainted:
                     self.seen["read after free"] += 1
-                    self._trace(engine, f"overwrites blocks that are read for {load.fetch.key}")
+                    self._trace(worker, f"overwrites blocks that are read for {load.fetch.key}")
                 load.tainted = True
 
-    def on_free(self, engine: Engine, blocks: Collection[int], preempted: bool) -> None:
+    def on_free(self, worker: Worker, blocks: Collection[int], preempted: bool) -> None:
         """Blocks are back in the pool; what still reads them was waited for, or is going to be poisoned."""
-        for flight in self._open_from(engine.agent, frozenset(blocks)) if blocks else ():
+        for flight in self._open_from(worker.agent, frozenset(blocks)) if blocks else ():
             flight.excused |= preempted
             if not flight.excused and self._world.now_s - flight.posted_s < TIMING.abort_drain_s:
                 self._break(
-                    f"{engine.agent} gives back {sorted(flight.sources)} while they are read for {flight.target}"
+                    f"{worker.agent} gives back {sorted(flight.sources)} while they are read for {flight.target}"
                 )
-        owners = self._owners.get(engine.agent, {})
+        owners = self._owners.get(worker.agent, {})
         for block in blocks:
             if block in owners:
-                self._break(f"block {block} of {engine.agent} is free while P may write it ({owners[block].fetch.key})")
+                self._break(f"block {block} of {worker.agent} is free while P may write it ({owners[block].fetch.key})")
 
-    def on_wrong_kv(self, engine: Engine, entry: Entry, there: Any, wanted: Any) -> None:
+    def on_wrong_kv(self, worker: Worker, entry: Entry, there: Any, wanted: Any) -> None:
         wrong = np.flatnonzero((there != wanted).any(0)).tolist()
-        self._break(f"{engine.agent} computes {entry.request.request_id} from wrong KV at tokens {wrong}")
+        self._break(f"{worker.agent} computes {entry.request.request_id} from wrong KV at tokens {wrong}")
 
     # Time
 
@@ -208,46 +209,44 @@ class Referee:
             self._note_dark(load)
 
     def _note_dark(self, load: Load) -> None:
-        producer = self._world.reachable(load.engine.agent, load.fetch.peer[0])
-        if producer is not None:
+        if self._world.reachable_rank(load.worker.agent, load.fetch.peer[0], load.worker.tp_rank):
             load.dark_s = None
         elif load.dark_s is None:
             load.dark_s = self._world.now_s
 
-    def on_tick(self, engine: Engine) -> None:
+    def on_tick(self, worker: Worker) -> None:
         now_s = self._world.now_s
         for load in self._loads.values():
-            if load.engine is not engine or load.dark_s is None or load.failed_s is not None:
+            if load.worker is not worker or load.dark_s is None or load.failed_s is not None:
                 continue
-            if engine.scheduler.requests[load.fetch.request_id].finished:
+            if worker.engine.scheduler.requests[load.fetch.request_id].finished:
                 continue  # its client has left: nobody waits, the memory is in quarantine
-            since_s = max(load.dark_s, load.started_s, engine.resumed_s)
+            since_s = max(load.dark_s, load.started_s, worker.resumed_s)
             if now_s - since_s > SILENCE_BOUND_S:
                 self._break(
-                    f"{load.fetch.request_id} of {engine.agent} waits for {load.fetch.peer[0]} since {since_s:.3f}"
+                    f"{load.fetch.request_id} of {worker.agent} waits for {load.fetch.peer[0]} since {since_s:.3f}"
                 )
 
     # The end
 
     def on_killed(self, agent: str) -> None:
         self._owners.pop(agent, None)
-        self._loads = {name: load for name, load in self._loads.items() if load.engine.agent != agent}
+        self._loads = {name: load for name, load in self._loads.items() if load.worker.agent != agent}
 
     def check_end(self) -> None:
         """After everything has come to rest: no engine holds anything of a request any more."""
         for engine in self._world.engines.values():
-            if not engine.running:
+            if engine.killed:
                 continue
             left = engine.leftovers()
             if left:
-                held = [str(load.fetch.key) for load in self._loads.values() if load.engine is engine]
+                held = [str(load.fetch.key) for load in self._loads.values() if load.worker.engine is engine]
                 requests = {name: request.status.name for name, request in engine.scheduler.requests.items()}
                 self._break(f"{engine.agent} does not come to rest: {', '.join(left)}; {requests}; loads {held}")
-            defects = engine.core.counters.total("protocol_errors") + engine.core.counters.get(
-                "messages_dropped", "local"
-            )
-            if defects:
-                self._break(f"{engine.agent} has given commands, or taken messages, that made no sense")
+            for worker in engine.workers:
+                counters = worker.core.counters
+                if counters.total("protocol_errors") + counters.get("messages_dropped", "local"):
+                    self._break(f"{worker.agent} has given commands, or taken messages, that made no sense")
 
     def on_notify(self, writer: str, target: str, payload: bytes) -> None:
         """For the story of a world: what is said, but not what is only asked to see who is there."""
@@ -264,5 +263,5 @@ class Referee:
     def _break(self, rule: str) -> NoReturn:
         raise Violation(f"at {self._world.now_s:.4f} s: {rule}")
 
-    def _trace(self, engine: Engine, text: str) -> None:
-        self._world.note(engine.agent, text)
+    def _trace(self, worker: Worker, text: str) -> None:
+        self._world.note(worker.agent, text)

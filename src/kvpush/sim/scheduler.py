@@ -5,78 +5,11 @@ It calls the connector's scheduler half where vLLM does, and hands it outputs of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any, Literal, Protocol
+from collections.abc import Callable
 
 from kvpush.sim.pool import BlockPool
 from kvpush.sim.request import BLOCK, Request, Status, num_blocks
-from kvpush.transfer.commands import BlockTable, Command, Progress
-
-
-class Half(Protocol):
-    """The connector's scheduler half, both roles."""
-
-    @property
-    def idle(self) -> bool: ...
-    def on_new_request(self, request: Any) -> None: ...
-    def matched_tokens(self, request_id: str, num_computed_tokens: int) -> tuple[int | None, bool]: ...
-    def on_allocated(self, request_id: str, blocks: BlockTable, num_external_tokens: int) -> None: ...
-    def on_step(self, output: Any) -> tuple[list[Command], list[Progress]]: ...
-    def on_reported(self, received: Iterable[str] | None) -> None: ...
-    def on_finished(self, request: Any, block_ids: BlockTable) -> bool: ...
-
-
-class EngineDied(AssertionError):
-    """vLLM would have ended here, with all its requests."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """How this engine schedules. overlap: a step is scheduled before the output of the one before is processed.
-
-    v2: the model runner that brings resumed requests back as new ones. full_isl: a prompt is admitted only if all of it
-    fits. defer_free: blocks that a step in flight may write are held back (role consumer or both). drop_stale: what a
-    preempted request that is handed over had in flight is computed again.
-    """
-
-    chunk: int
-    budget: int
-    max_running: int
-    policy: Literal["fail", "recompute"]
-    overlap: bool
-    v2: bool
-    full_isl: bool
-    defer_free: bool
-    drop_stale: bool
-
-
-@dataclass(slots=True)
-class Entry:
-    """What a step computes for one request: tokens [start, end) into this table. samples: it yields a token."""
-
-    request: Request
-    start: int
-    end: int
-    table: list[int]
-    samples: bool
-
-
-@dataclass(slots=True)
-class Step:
-    """One engine step. before, after: the connector's metadata. fresh: blocks that hold what others left in them."""
-
-    number: int
-    entries: list[Entry]
-    finished_ids: set[str]
-    before: list[Command] = field(default_factory=list)
-    after: list[Progress] = field(default_factory=list)
-    fresh: list[int] = field(default_factory=list)
-    sent: set[str] = field(default_factory=set)
-    received: set[str] = field(default_factory=set)
-    invalid: set[int] = field(default_factory=set)
-    done: bool = False
+from kvpush.sim.step import EngineDied, Entry, Half, Rules, Step, scheduler_output
 
 
 class Scheduler:
@@ -221,21 +154,7 @@ class Scheduler:
                 new.append((request, start))
             entries.append(self._entry(request, start, count))
         step = Step(self._step, entries, self._finished_ids)
-        output = SimpleNamespace(
-            scheduled_new_reqs=[
-                SimpleNamespace(req_id=request.request_id, num_computed_tokens=start, block_ids=(list(request.blocks),))
-                for request, start in new
-            ],
-            scheduled_cached_reqs=SimpleNamespace(
-                req_ids=[request.request_id for request, _, _ in cached],
-                new_block_ids=[None if blocks is None else (blocks,) for _, blocks, _ in cached],
-                num_computed_tokens=[start for _, _, start in cached],
-                resumed_req_ids=resumed,
-            ),
-            num_scheduled_tokens={entry.request.request_id: entry.end - entry.start for entry in entries},
-            preempted_req_ids=self._preempted_ids,
-            finished_req_ids=self._finished_ids,
-        )
+        output = scheduler_output(entries, new, cached, resumed, self._preempted_ids, self._finished_ids)
         step.before, step.after = self.half.on_step(output)
         step.fresh, self.pool.fresh = self.pool.fresh, []
         self._finished_ids, self._preempted_ids = set(), set()

@@ -10,9 +10,10 @@ from random import Random
 import numpy as np
 
 from kvpush.plan.runs import Addresses
-from kvpush.sim.engine import BLOCK_BYTES, Engine, EngineSpec
+from kvpush.sim.engine import Engine, EngineSpec
 from kvpush.sim.referee import Referee
-from kvpush.sim.scheduler import Half
+from kvpush.sim.step import Half
+from kvpush.sim.worker import BLOCK_BYTES, Worker
 from kvpush.transport.fabric import MemoryFabric
 from kvpush.transport.faults import Faults
 
@@ -41,7 +42,7 @@ class World:
         self.trace: list[Line] | None = [] if traced else None
         self.referee = Referee(self)
         self.engines: dict[str, Engine] = {}
-        self.agents: dict[str, Engine] = {}
+        self.agents: dict[str, Worker] = {}
         self._make_half = make_half
         self._one_machine = one_machine
         self._lives: dict[str, int] = {}
@@ -61,7 +62,8 @@ class World:
         """Starts an engine on a host, in place of the one that was there."""
         life = self._lives[host] = self._lives.get(host, -1) + 1
         engine = Engine(self, host, life, spec, self._make_half(spec))
-        self.engines[host] = self.agents[engine.agent] = engine
+        self.engines[host] = engine
+        self.agents |= {worker.agent: worker for worker in engine.workers}
         self.note(engine.agent, "starts", about_process=True)
         self.referee.note_reachability()
         return engine
@@ -74,67 +76,83 @@ class World:
     def reachable(self, agent: str, host: str) -> Engine | None:
         """The engine that answers an agent at a host now."""
         engine = self.engines.get(host)
-        if engine is None or not engine.running or self.fabric.is_cut(agent, engine.agent):
+        if engine is None or self.fabric.state(engine.agent) != "running" or self.fabric.is_cut(agent, engine.agent):
             return None
         return engine
 
+    def reachable_rank(self, agent: str, host: str, rank: int) -> bool:
+        """Whether a rank at a host can hear an agent and answer."""
+        engine = self.reachable(agent, host)
+        if engine is None:
+            return False
+        worker = engine.workers[rank]
+        return worker.running and not self.fabric.is_cut(agent, worker.agent)
+
     def refuses(self, host: str) -> bool:
         """Nobody lives there: connecting fails at once."""
-        return host not in self.engines or self.fabric.state(self.engines[host].agent) == "killed"
+        return host not in self.engines or self.engines[host].killed
 
     def blocks_at(self, agent: str, addresses: Addresses, lengths: Addresses) -> frozenset[int]:
         """The blocks of an agent's cache that hold these bytes."""
-        engine = self.agents[agent]
-        first = (addresses.astype(np.int64) - engine.base) % engine.layer_bytes
+        worker = self.agents[agent]
+        first = (addresses.astype(np.int64) - worker.base) % worker.layer_bytes
         last = (first + lengths.astype(np.int64) - 1) // BLOCK_BYTES
         pairs = zip((first // BLOCK_BYTES).tolist(), last.tolist(), strict=True)
         return frozenset(block for low, high in pairs for block in range(low, high + 1))
 
     # Faults
 
-    def stop(self, engine: Engine) -> None:
-        if engine.running:
-            self.note(engine.agent, "is stopped", about_process=True)
-            self.fabric.stop(engine.agent)
+    def stop(self, worker: Worker) -> None:
+        if worker.running:
+            self.note(worker.agent, "is stopped", about_process=True)
+            self.fabric.stop(worker.agent)
             self.referee.note_reachability()
 
-    def freeze(self, engine: Engine) -> None:
-        """Stops an engine whose transfer thread has just posted a write and has not gone on yet."""
+    def freeze(self, worker: Worker) -> None:
+        """Stops a process whose transfer thread has just posted a write and has not gone on yet."""
         self.referee.seen["stopped at a post"] += 1
-        self.stop(engine)
-        engine.transport.thaw()
+        self.stop(worker)
+        worker.transport.thaw()
 
-    def resume(self, engine: Engine) -> None:
-        if self.fabric.state(engine.agent) == "stopped":
-            self.note(engine.agent, "continues", about_process=True)
-            self.fabric.resume(engine.agent)
-            engine.resumed_s = self.now_s
+    def resume(self, worker: Worker) -> None:
+        if self.fabric.state(worker.agent) == "stopped":
+            self.note(worker.agent, "continues", about_process=True)
+            self.fabric.resume(worker.agent)
+            worker.resumed_s = self.now_s
             self.referee.note_reachability()
             self._look_all()
 
     def kill(self, engine: Engine) -> None:
-        if self.fabric.state(engine.agent) != "killed":
-            self.note(engine.agent, "is killed", about_process=True)
-            self.fabric.kill(engine.agent)
-            self.referee.on_killed(engine.agent)
-            self.referee.note_reachability()
+        """All processes of an engine: vLLM ends with any one of them."""
+        if engine.killed:
+            return
+        for worker in engine.workers:
+            self.note(worker.agent, "is killed", about_process=True)
+            self.fabric.kill(worker.agent)
+            self.referee.on_killed(worker.agent)
+        self.referee.note_reachability()
 
     def cut(self, a: Engine, b: Engine, *, noticed: bool) -> None:
         self.note(a.agent, f"is cut from {b.agent}{', and writers notice' if noticed else ''}", about_process=True)
-        self.fabric.cut(a.agent, b.agent, noticed_by_writers=noticed)
+        for one, other in self._pairs(a, b):
+            self.fabric.cut(one, other, noticed_by_writers=noticed)
         self.referee.note_reachability()
 
     def heal(self, a: Engine, b: Engine) -> None:
         if self.fabric.is_cut(a.agent, b.agent):
             self.note(a.agent, f"reaches {b.agent} again", about_process=True)
-            self.fabric.heal(a.agent, b.agent)
+            for one, other in self._pairs(a, b):
+                self.fabric.heal(one, other)
             self.referee.note_reachability()
 
     def heal_all(self) -> None:
-        for a in self.agents.values():
-            for b in self.agents.values():
-                if a.agent < b.agent:
-                    self.heal(a, b)
+        for pair in list(self.fabric._cuts):
+            one, other = sorted(pair)
+            self.heal(self.agents[one].engine, self.agents[other].engine)
+
+    @staticmethod
+    def _pairs(a: Engine, b: Engine) -> list[tuple[str, str]]:
+        return [(one.agent, other.agent) for one in a.workers for other in b.workers]
 
     def _on_wake(self, agent: str) -> None:
         if self.fabric.state(agent) != "killed":
@@ -143,8 +161,8 @@ class World:
     def _look_all(self) -> None:
         """A write to a process that was stopped can be seen to have ended now."""
         for engine in self.engines.values():
-            if self.fabric.state(engine.agent) != "killed":
-                engine.look()
+            for worker in engine.workers:
+                self._on_wake(worker.agent)
 
     # Time
 
@@ -167,4 +185,8 @@ class World:
 
     def suspects(self) -> list[Engine]:
         """Engines with writes that have failed and may land for ever: only their end makes memory safe."""
-        return [e for e in self.engines.values() if e.running and e.core._producer_side.suspects]
+        return [
+            engine
+            for engine in self.engines.values()
+            if engine.running and any(worker.core._producer_side.suspects for worker in engine.workers)
+        ]
