@@ -53,7 +53,7 @@ def test_decode_leg_without_prefill_leg(run: Runner, engines: Ends) -> None:
         started_s = time.monotonic()
         answer = await pair.decode_leg(words(90, seed=71), uuid.uuid4().hex)
         assert answer.status == 500
-        assert time.monotonic() - started_s < BOUNDS["rendezvous_timeout_s"] + 3
+        assert time.monotonic() - started_s < BOUNDS["rendezvous_timeout_s"] + 5
 
     run(test, free_within_s=3.0)
 
@@ -171,4 +171,4 @@ def test_transfer_id_twice(run: Runner, engines: Ends) -> None:
         again = await asyncio.gather(pair.prefill_leg(prompt, transfer_id), pair.decode_leg(prompt, transfer_id))
         assert again[1].text == alone.text
 
-    run(test, free_within_s=8.0)
+    run(test, free_within_s=20.0)
