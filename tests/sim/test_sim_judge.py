@@ -23,7 +23,8 @@ pytestmark = pytest.mark.unit
 
 def test_memory_that_is_released_under_a_write_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Receive, "may_write", property(lambda receive: {}))
-    assert "is released while" in broken_by(400) or "which was not given to it" in broken_by(400)
+    rule = broken_by(400)
+    assert "is released while" in rule or "which was not given to it" in rule
 
 
 def test_a_commit_before_everything_has_landed_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

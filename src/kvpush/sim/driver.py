@@ -99,7 +99,7 @@ class Driver:
             self.world.start(host, spec)
         self.base = [[random.randrange(1000) for _ in range(MAX_PROMPT)] for _ in range(2)]
         self.span_s = random.choice([0.05, 0.05, 0.5, 2.0])
-        self.num_requests = 0
+        self.num_requests = self.next_name = 0
         self.calm = False
         self.transfers: list[str] = []
 
@@ -149,7 +149,8 @@ class Driver:
         if self.transfers and not sure and random.random() < 0.12:
             name = random.choice(self.transfers)
         else:
-            name = f"t{self.num_requests}"
+            name = f"t{self.next_name}"
+            self.next_name += 1
             if sure:
                 self.world.referee.sure.add(name)
             else:
@@ -179,7 +180,7 @@ class Driver:
         if not sure and random.random() < 0.05:
             theirs, their_salt = random.choice([(prompt, "other"), (self._prompt(), salt)])
         for _ in range(consumers + (0 if sure else random.choice([0] * 12 + [1, -1]))):
-            host = d if sure or random.random() < 0.97 else random.choice(self.consumers)
+            host = d if sure or random.random() < 0.92 else random.choice(self.consumers)
             leg = self._request(name + "d", theirs, consume, random.randint(1, 6), their_salt)
             if sure or random.random() < 0.92:
                 self._send(d_at + random.choice([0.0, 1e-3 * random.random()]), host, leg, leaves=not sure)

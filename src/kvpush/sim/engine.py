@@ -139,11 +139,7 @@ class Engine:
                 step.fresh = [block for block in step.fresh if block not in blocks]
         self._steps.append(step)
         for worker in self.workers:
-            # Each rank has its own process and takes the step when it comes to it.
-            if worker is self.workers[0]:
-                worker.take(step)
-            else:
-                self.world.fabric.after(1e-6, lambda worker=worker: worker.take(step), worker.agent)  # type: ignore[misc]
+            worker.take(step)
         return step
 
     def _step_idly(self) -> None:

@@ -131,9 +131,9 @@ class Worker:
     # The main thread
 
     def take(self, step: Step) -> None:
-        """The next step; it begins when the one before has been launched."""
+        """The next step; it begins when this process comes to it and the one before has been launched."""
         self._launching.append(step)
-        self._begin()
+        self._after(1e-6, self._begin)
 
     def _begin(self) -> None:
         """What the connector does before the forward, and its bounded wait."""
