@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvpush.sim.driver import Driver
@@ -29,6 +31,18 @@ class Outcome:
         self.seen.update(other.seen)
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Whatever goes wrong in a world is meant to: nobody wants to read it in a log."""
+    logger = logging.getLogger("kvpush")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def run_worlds(seeds: Iterable[int], make_half: MakeHalf, *, stop_at_first: bool = False) -> Outcome:
     """Runs one world for each seed."""
     outcome = Outcome()
@@ -36,7 +50,8 @@ def run_worlds(seeds: Iterable[int], make_half: MakeHalf, *, stop_at_first: bool
         driver = Driver(seed, make_half)
         outcome.num_worlds += 1
         try:
-            driver.run()
+            with _quiet():
+                driver.run()
         except Exception as error:
             outcome.broken[seed] = f"{type(error).__name__}: {error}"
             if stop_at_first:
@@ -54,7 +69,8 @@ def story(seed: int, make_half: MakeHalf, max_lines: int = MAX_LINES) -> str:
     driver = Driver(seed, make_half, traced=True)
     end = KEPT
     try:
-        driver.run()
+        with _quiet():
+            driver.run()
     except Exception as error:
         end = f"{type(error).__name__}: {error}"
     trace = driver.world.trace or []

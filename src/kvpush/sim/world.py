@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -19,8 +18,6 @@ from kvpush.transport.faults import Faults
 
 MakeHalf = Callable[[EngineSpec], Half]
 """Makes the connector's scheduler half for one engine."""
-
-logging.getLogger("kvpush").setLevel(logging.CRITICAL + 1)
 
 
 @dataclass(frozen=True, slots=True)
