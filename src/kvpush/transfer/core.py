@@ -123,6 +123,8 @@ class TransferCore:
         for agent, payload in self._notifications():
             self._receive(AgentName(agent), payload, now_s)
         self._connections.poll()
+        # A registration that has just left must be known before any bound gives its memory up.
+        self._settle(now_s)
         self._producer_side.poll(now_s)
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + TICK_S
@@ -180,6 +182,7 @@ class TransferCore:
             return
         self.counters.add("messages_received", type(message).__name__.lower())
         self._connections.heard(agent)
+        self._settle(now_s)  # what waited for this sign of life has left
         side = self._producer_side if isinstance(message, ToProducer) else self._consumer_side
         try:
             side.receive(agent, message, now_s)  # type: ignore[arg-type]
