@@ -150,6 +150,7 @@ class Engine:
     def _process(self, step: Step) -> None:
         self._steps.popleft()
         before = self.scheduler.changes
+        self._count(step)
         self.scheduler.update(step)
         if step.entries:
             self.world.note_progress()
@@ -159,17 +160,21 @@ class Engine:
     # What the ranks say
 
     def on_collected(self, step: Step, worker: Worker, sent: set[str], received: set[str], invalid: set[int]) -> None:
-        """A rank's reports of a step. vLLM counts them, and passes one on when every rank has made it."""
+        """A rank's reports of a step."""
         step.invalid |= invalid
-        for name, reports, passed in (("sent", sent, step.sent), ("received", received, step.received)):
-            for request_id in reports:
-                ranks = self._reported.setdefault((request_id, name), set())
-                if worker.tp_rank in ranks:
-                    raise EngineDied(f"{worker.agent} reports {request_id} as {name} twice")
-                ranks.add(worker.tp_rank)
-                if len(ranks) == len(self.workers):
-                    del self._reported[request_id, name]
-                    passed.add(request_id)
+        step.reports += [(request_id, "sent", worker.tp_rank) for request_id in sent]
+        step.reports += [(request_id, "received", worker.tp_rank) for request_id in received]
+
+    def _count(self, step: Step) -> None:
+        """vLLM counts reports in the order of steps, and passes one on when every rank has made it."""
+        for request_id, name, rank in step.reports:
+            ranks = self._reported.setdefault((request_id, name), set())
+            if rank in ranks:
+                raise EngineDied(f"rank {rank} of {self.agent} reports {request_id} as {name} twice")
+            ranks.add(rank)
+            if len(ranks) == len(self.workers):
+                del self._reported[request_id, name]
+                (step.sent if name == "sent" else step.received).add(request_id)
 
     def on_done(self, step: Step) -> None:
         """A rank has finished a step."""

@@ -63,8 +63,8 @@ class Entry:
 class Step:
     """One engine step.
 
-    before, after: the connector's metadata. fresh: blocks that hold what others left in them. pending: ranks that have
-    not finished it.
+    before, after: the connector's metadata. fresh: blocks that hold what others left in them. reports: (request, which,
+    rank); sent, received: those that every rank has made by now. pending: ranks that have not finished it.
     """
 
     number: int
@@ -73,6 +73,7 @@ class Step:
     before: list[Command] = field(default_factory=list)
     after: list[Progress] = field(default_factory=list)
     fresh: list[int] = field(default_factory=list)
+    reports: list[tuple[str, str, int]] = field(default_factory=list)
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     invalid: set[int] = field(default_factory=set)
