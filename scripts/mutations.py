@@ -47,8 +47,8 @@ MUTATIONS = [
         "if not isinstance(message, Register):\n            return True\n", "return True\n",
     ),
     Mutation(
-        "do not look at the attempt of a message", "protocol/consumer.py",
-        "if message.attempt < current:\n            return []", "if False:\n            return []",
+        "give memory up in the round in which its registration leaves", "transfer/core.py",
+        "self._settle(now_s)  # what waited for this sign of life has left\n", "pass\n",
     ),
     Mutation(
         "cancel only once", "protocol/receive_table.py",
@@ -140,8 +140,15 @@ MUTATIONS = [
         "stone = self.get(key, agent)\n        return", "stone = self.get(key, agent)\n        return False and",
     ),
     Mutation(
+        "forget a cancellation that comes before its registration", "protocol/answers.py",
+        "if stone is None or stone.attempt < attempt:\n            # Also", "if False:\n            # Also",
+    ),
+    Mutation(
         "serve a consumer twice", "protocol/claims.py",
-        "if claim.engine != address.engine or (key.pp_rank, key.tp_rank) in claim.ended:", "if False:",
+        "if claim.engine != address.engine or (key.pp_rank, key.tp_rank) in claim.ended:\n"
+        '            return "duplicate"\n'
+        '        return "" if claim.targets == targets and len(claim.ended) < targets else "contradiction"',
+        'return ""',
     ),
     Mutation(
         "give all siblings one index", "vllm/consumer_scheduler.py",

@@ -101,7 +101,8 @@ class Driver:
         self.span_s = random.choice([0.05, 0.05, 0.5, 2.0])
         self.num_requests = self.next_name = 0
         self.calm = False
-        self.transfers: list[str] = []
+        self.transfers: dict[str, tuple[str, str]] = {}  # their hosts
+        self.moments: list[float] = []
 
     def run(self) -> None:
         random, world = self.random, self.world
@@ -110,7 +111,9 @@ class Driver:
         for _ in range(random.choice([0, 0, 1, 3])):
             self._plan_local(random.random() * self.span_s)
         for _ in range(0 if self.gentle else random.choice([0, 0, 0, 1, 2, 4])):
-            self._plan_fault(random.random() * (self.span_s + 0.5))
+            # Most faults hit while something is going on.
+            near_s = random.choice(self.moments) + random.random() * random.choice([0.005, 0.05, 0.5])
+            self._plan_fault(random.choice([near_s, near_s, random.random() * (self.span_s + 0.5)]))
         world.run_until(self.span_s + random.choice([0.1, 1.0, 2.0]))
         self._end_faults()
         world.run_to_rest(STALL_S, QUARANTINE_S)
@@ -146,17 +149,19 @@ class Driver:
         """
         random = self.random
         sure = self.gentle and random.random() < 0.5
+        p = random.choice(self.producers)
+        d = random.choice([host for host in self.consumers if host != p or not sure])
         if self.transfers and not sure and random.random() < 0.12:
-            name = random.choice(self.transfers)
+            name = random.choice(list(self.transfers))
+            if random.random() < 0.7:
+                p, d = self.transfers[name]
         else:
             name = f"t{self.next_name}"
             self.next_name += 1
             if sure:
                 self.world.referee.sure.add(name)
             else:
-                self.transfers.append(name)
-        p = random.choice(self.producers)
-        d = random.choice([host for host in self.consumers if host != p or not sure])
+                self.transfers[name] = (p, d)
         prompt, salt = self._prompt(), random.choice([None, None, "tenant"])
         consumers = random.choice([1, 1, 1, 1, 2, 3])
         produce = {"do_remote_decode": True, "transfer_id": name, "kvpush_consumers": consumers}
@@ -168,6 +173,7 @@ class Driver:
             consume["remote_engine_id"] = f"engine-{p}.0" if sure else random.choice([f"engine-{p}.0", "elsewhere"])
         lag_s = random.choice([0.0, 0.001, 0.02, 0.3, 0.9] if sure else [0.0, 0.001, 0.02, 0.3, 1.5])
         p_at, d_at = (at_s, at_s + lag_s) if random.random() < 0.5 else (at_s + lag_s, at_s)
+        self.moments += [p_at, d_at]
         if sure or random.random() < 0.9:
             # Digests are of whole blocks: who decodes on at P writes into the last one while it is pushed.
             outputs = 1 if self.specs[p].integrity else random.choice([1, 1, 1, 3])
