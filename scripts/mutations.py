@@ -155,14 +155,6 @@ MUTATIONS = [
         "load.consumer, self.next_consumer = self.next_consumer, self.next_consumer + 1",
         "load.consumer, self.next_consumer = 0, self.next_consumer + 1",
     ),
-    Mutation(
-        "let a phantom speak for its request", "vllm/consumer_scheduler.py",
-        "known = load.phantom and params.transfer_id in self._recent", "known = False",
-    ),
-    Mutation(
-        "take phantoms for requests", "vllm/consumer_scheduler.py",
-        "return load.prompt not in others", "return False",
-    ),
     # Reports
     Mutation(
         "name a load's cached blocks as invalid", "transfer/reports.py",
@@ -178,10 +170,6 @@ MUTATIONS = [
         "if load is None:\n            return 0, False",
     ),
     # Bounds
-    Mutation(
-        "wait for ever for a request", "protocol/rendezvous.py",
-        "if registration.received_s < before_s]", "if False]",
-    ),
     Mutation(
         "hold a request that nobody claims", "protocol/producer.py",
         "if now_s - local.waiting_since_s > bound_s:", "if False:",

@@ -277,7 +277,9 @@ class Driver:
             case "reset":
                 engine.reset_prefix_cache()
             case "slow":
-                slow = replace(world.fabric.faults(worker.agent, ""), write_delay_s=(0.2, 1.2))
+                slow = replace(
+                    world.fabric.faults(worker.agent, ""), write_delay_s=self.random.choice([(0.2, 1.2), (4.0, 6.0)])
+                )
                 world.fabric.set_faults(slow, writer=worker.agent)
 
     def _restart(self, host: str) -> None:

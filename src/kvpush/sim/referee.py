@@ -26,6 +26,10 @@ SILENCE_BOUND_S = TIMING.peer_timeout_s + TIMING.ping_interval_s + 4 * TICK_S + 
 """After so long without its producer a load has failed: the timeout, ticks, and a handshake that times out."""
 
 
+WRITE_BOUND_S = TIMING.write_timeout_s + 8 * TIMING.ping_interval_s
+"""After so long in one write a load has failed: the timeout, and pings until one answer is not lost."""
+
+
 class Violation(AssertionError):
     """A rule is broken; the text says which, by whom, and when."""
 
@@ -34,8 +38,8 @@ class Violation(AssertionError):
 class Load:
     """Blocks of a rank that a producer was given.
 
-    dark_s: since when that producer cannot be reached. tainted: a write into them has read a source block that was
-    given away.
+    dark_s: since when that producer cannot be reached, or None; lit_s: since when it can. tainted: a write into them
+    has read a source block that was given away.
     """
 
     worker: Worker
@@ -43,6 +47,7 @@ class Load:
     blocks: tuple[int, ...]
     started_s: float
     dark_s: float | None = None
+    lit_s: float = 0.0
     failed_s: float | None = None
     tainted: bool = False
 
@@ -210,6 +215,8 @@ class Referee:
 
     def _note_dark(self, load: Load) -> None:
         if self._world.reachable_rank(load.worker.agent, load.fetch.peer[0], load.worker.tp_rank):
+            if load.dark_s is not None or not load.lit_s:
+                load.lit_s = self._world.now_s
             load.dark_s = None
         elif load.dark_s is None:
             load.dark_s = self._world.now_s
@@ -219,13 +226,30 @@ class Referee:
         for load in self._loads.values():
             if load.worker is not worker or load.dark_s is None or load.failed_s is not None:
                 continue
-            if worker.engine.scheduler.requests[load.fetch.request_id].finished:
-                continue  # its client has left: nobody waits, the memory is in quarantine
+            if self._has_ended(load):
+                continue
             since_s = max(load.dark_s, load.started_s, worker.resumed_s)
             if now_s - since_s > SILENCE_BOUND_S:
                 self._break(
                     f"{load.fetch.request_id} of {worker.agent} waits for {load.fetch.peer[0]} since {since_s:.3f}"
                 )
+
+        self._check_writes(worker)
+
+    def _check_writes(self, worker: Worker) -> None:
+        """A load whose producer has waited too long for a write has failed, if the two can hear each other."""
+        for flight in self._open_from(worker.agent, None):
+            owners = self._owners.get(flight.target, {})
+            for load in {owners[block] for block in flight.targets if block in owners}:
+                since_s = max(flight.posted_s, load.lit_s, worker.resumed_s, load.worker.resumed_s)
+                late = self._world.now_s - since_s > WRITE_BOUND_S and load.dark_s is None and load.worker.running
+                if late and load.failed_s is None and not self._has_ended(load):
+                    self._break(f"{load.fetch.request_id} of {flight.target} waits for a write since {since_s:.3f} s")
+
+    @staticmethod
+    def _has_ended(load: Load) -> bool:
+        """Its client has left: nobody waits, the memory is in quarantine."""
+        return load.worker.engine.scheduler.requests[load.fetch.request_id].finished
 
     # The end
 
