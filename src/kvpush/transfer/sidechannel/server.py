@@ -115,7 +115,7 @@ class SideChannelServer:
             reason = "the port is taken" if error.errno == errno.EADDRINUSE else str(error)
             raise SideChannelError(
                 f"cannot offer the side channel at {where}: {reason}; choose another with {PORT_OPTION} in "
-                f"kv_connector_extra_config or with the environment variable {PORT_VARIABLE} (0 takes a free port)"
+                f"kv_connector_extra_config or with the environment variable {PORT_VARIABLE}"
             ) from error
         self._port = int(listener.getsockname()[1])
         return listener
