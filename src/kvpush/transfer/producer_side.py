@@ -75,6 +75,11 @@ class ProducerSide:
     def writing(self) -> bool:
         return len(self._writer) > 0 or self._sources.pending
 
+    @property
+    def num_open_writes(self) -> int:
+        """Pieces in flight, and those that were lost and may still land."""
+        return len(self._writer) + len(self._lost)
+
     def advance(self, progress: Progress, event: Event) -> None:
         if progress.request_id in self._offered:
             self._sources.advance(progress, event)

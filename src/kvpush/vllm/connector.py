@@ -39,7 +39,7 @@ class KVPushConnector(KVConnectorBase_V1, SupportsHMA):
         options = compat.shift_port(options, vllm_config)
         self._scheduler: PushScheduler | None = None
         self._worker: PushWorker | None = None
-        self._last_quarantined = 0
+        self._last_levels: dict[str, int] = {}
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = PushScheduler(vllm_config, kv_cache_config, options)
         else:
@@ -85,10 +85,11 @@ class KVPushConnector(KVConnectorBase_V1, SupportsHMA):
         counters = half.counters if half is not None else None
         new = counters.take() if counters is not None else {}
         data = {f"{name}:{label}": count for (name, label), count in new.items()}
-        level = self._worker.num_quarantined_blocks if self._worker is not None else 0
-        if level != self._last_quarantined:
-            data["quarantined_blocks:"] = level - self._last_quarantined
-            self._last_quarantined = level
+        for name, level in (self._worker.levels if self._worker is not None else {}).items():
+            change = level - self._last_levels.get(name, 0)
+            if change:
+                data[f"{name}:"] = change
+            self._last_levels[name] = level
         return PushStats(data=data) if data else None
 
     # Scheduler half

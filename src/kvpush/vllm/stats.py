@@ -32,10 +32,17 @@ COUNTERS = {
     "transfer_id_fallbacks": "Requests without transfer_id, matched by request id",
 }
 
+# Gauge -> what it shows now.
+GAUGES = {
+    "quarantined_blocks": "Blocks in quarantine",
+    "open_transfers": "Requests whose hand-over has not ended at this engine, as producer or as consumer",
+    "open_writes": "Writes in flight, and failed ones of which bytes may still land",
+}
+
 
 @dataclass
 class PushStats(KVConnectorStats):  # type: ignore[misc]
-    """data: "name:label" -> what was added since the last step; "quarantined_blocks" can also be negative.
+    """data: "name:label" -> what was added since the last step; that of a gauge can also be negative.
 
     Nothing but differences: vLLM adds them up over ranks, steps and logging intervals.
     """
@@ -67,15 +74,16 @@ class PushPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             name: self._counter_cls(name=f"kvpush_{name}", documentation=text, labelnames=[*labelnames, "reason"])
             for name, text in COUNTERS.items()
         }
-        self._quarantined = self._gauge_cls(
-            name="kvpush_quarantined_blocks", documentation="Blocks in quarantine", labelnames=labelnames
-        )
+        self._gauges = {
+            name: self._gauge_cls(name=f"kvpush_{name}", documentation=text, labelnames=labelnames)
+            for name, text in GAUGES.items()
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self._engines[engine_idx]
         for item, value in transfer_stats_data.items():
             name, _, reason = item.partition(":")
-            if name == "quarantined_blocks":
-                self._quarantined.labels(*labels).inc(value)
+            if name in self._gauges:
+                self._gauges[name].labels(*labels).inc(value)
             elif name in self._counters:
                 self._counters[name].labels(*labels, reason).inc(value)

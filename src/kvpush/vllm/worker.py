@@ -108,8 +108,9 @@ class PushWorker:
         return self._core.counters if self._core is not None else None
 
     @property
-    def num_quarantined_blocks(self) -> int:
-        return self._core.num_quarantined_blocks if self._core is not None else 0
+    def levels(self) -> dict[str, int]:
+        """What is open now: see `stats.GAUGES`."""
+        return self._core.levels if self._core is not None else {}
 
     def handshake_metadata(self) -> RankMetadata | None:
         return None if self._rank is None else RankMetadata(msgspec.msgpack.encode(self._rank))

@@ -76,6 +76,11 @@ def test_command_on_the_cpu() -> None:
     assert json.loads(argv[argv.index("--kv-transfer-config") + 1])["kv_role"] == "kv_producer"
 
 
+def test_a_prefix_stands_in_front_of_the_command() -> None:
+    prefixed = spec(prefix=("ip", "netns", "exec", "p"))
+    assert command(prefixed) == ["ip", "netns", "exec", "p", *command(spec())]
+
+
 def test_command_on_cuda_leaves_the_rest_to_vllm() -> None:
     argv = command(spec(device="cuda:0"))
     assert not {"--enforce-eager", "--block-size", "--dtype", "--max-model-len"} & set(argv)

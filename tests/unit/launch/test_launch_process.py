@@ -38,6 +38,25 @@ def test_stop_ends_the_whole_tree(tmp_path: Path) -> None:
     process.stop()  # a second time does nothing
 
 
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_signals_reach_the_whole_tree_and_nothing_else(tmp_path: Path) -> None:
+    process, pids = start(tmp_path)
+    assert sorted(process.tree()) == pids
+    process.signal_tree(signal.SIGSTOP)
+    wait_until(lambda: all(state(pid) == "T" for pid in pids), "all are stopped")
+    assert process.alive
+    process.signal_tree(signal.SIGCONT)
+    wait_until(lambda: all(state(pid) != "T" for pid in pids), "all go on")
+    process.signal_tree(signal.SIGKILL)
+    wait_until(lambda: not any(map(runs, pids)), "all are dead")
+    wait_until(lambda: process.exit_code == -signal.SIGKILL, "its end is known")
+    assert process.tree() == []
+    process.stop()
+
+
 def test_what_ignores_sigterm_is_killed_after_the_grace_time(tmp_path: Path) -> None:
     process, pids = start(tmp_path, FAKE_STUBBORN="all")
     began_s = time.monotonic()

@@ -395,7 +395,7 @@ class World:
             assert engine.core.idle, self.describe()
             assert engine.fence.idle
             assert engine.transport.in_flight == 0
-            assert engine.core.num_quarantined_blocks == 0
+            assert not any(engine.core.levels.values()), engine.core.levels
             assert engine.core.counters.total("protocol_errors") == 0
             producer_side, consumer_side = engine.core._producer_side, engine.core._consumer_side
             kept = [producer_side._tables, producer_side._offered, producer_side._lost]

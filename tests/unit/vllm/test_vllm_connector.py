@@ -76,7 +76,8 @@ class Core:
     """Behind a real transfer thread: books commands, answers those that it is told to answer."""
 
     def __init__(self) -> None:
-        self.idle, self.writing, self.num_quarantined_blocks = True, False, 0
+        self.idle, self.writing = True, False
+        self.levels = {"quarantined_blocks": 0, "open_transfers": 0}
         self.counters = Counters()
         self.commands: list[tuple[Command, Event]] = []
         self.answers: dict[str, list[Result]] = {}
@@ -345,20 +346,20 @@ def test_hooks_before_the_caches_are_there_say_so() -> None:
 
 def test_stats_are_differences_and_add_up(worker: KVPushConnector, core: Core) -> None:
     core.counters.add("receives")
-    core.num_quarantined_blocks = 5
+    core.levels = {"quarantined_blocks": 5, "open_transfers": 1}
     first = worker.get_kv_connector_stats()
     assert first is not None
-    assert first.data == {"receives:": 1, "quarantined_blocks:": 5}
+    assert first.data == {"receives:": 1, "quarantined_blocks:": 5, "open_transfers:": 1}
     assert worker.get_kv_connector_stats() is None
     core.counters.add("receives", amount=2)
     core.counters.add("loads_failed", "aborted")
-    core.num_quarantined_blocks = 3
+    core.levels = {"quarantined_blocks": 3, "open_transfers": 0}
     second = worker.get_kv_connector_stats()
     assert second is not None
     total = KVPushConnector.build_kv_connector_stats(dict(first.data))
     assert total is not None
     total.aggregate(second)
-    assert total.reduce() == {"loads_failed:aborted": 1, "quarantined_blocks": 3, "receives": 3}
+    assert total.reduce() == {"loads_failed:aborted": 1, "open_transfers": 0, "quarantined_blocks": 3, "receives": 3}
     assert not total.is_empty()
     total.reset()
     assert total.is_empty()
@@ -384,7 +385,7 @@ def test_metrics_are_counted_for_each_engine() -> None:
     assert isinstance(metrics, PushPromMetrics)
     metrics.observe({"loads_failed:aborted": 2, "receives:": 1, "quarantined_blocks:": 5, "of another version:": 1}, 0)
     metrics.observe({"loads_failed:aborted": 1, "quarantined_blocks:": -2}, 0)
-    metrics.observe({"receives:": 7}, 1)
+    metrics.observe({"receives:": 7, "open_transfers:": 2, "open_writes:": 1}, 1)
 
     def value(name: str, engine: str, **labels: str) -> float | None:
         return registry.get_sample_value(name, {"model_name": "m", "engine": engine, **labels})
@@ -393,6 +394,8 @@ def test_metrics_are_counted_for_each_engine() -> None:
     assert value("kvpush_receives_total", "0", reason="") == 1
     assert value("kvpush_receives_total", "1", reason="") == 7
     assert value("kvpush_quarantined_blocks", "0") == 3
+    assert value("kvpush_open_transfers", "1") == 2
+    assert value("kvpush_open_writes", "1") == 1
 
 
 def test_every_counter_that_warns_of_something_is_exported() -> None:
