@@ -23,6 +23,7 @@ from kvpush.protocol.messages import (
     Quiet,
     Register,
     Release,
+    Staged,
     ToConsumer,
 )
 from kvpush.protocol.pings import Asked, Pings
@@ -55,6 +56,13 @@ class Consumer:
 
     def receive(self, request_id: RequestId) -> Receive | None:
         return self._receives.get(request_id)
+
+    def loading(self, agent: AgentName, key: SendKey, attempt: int) -> RequestId | None:
+        """The request that this incarnation fills by this attempt; None if nobody waits for that (any more)."""
+        receive = self._receives.by_key(key)
+        if receive is None or not receive.active or agent not in receive.writers:
+            return None
+        return receive.request_id if receive.attempts.get(receive.writers[agent]) == attempt else None
 
     def expects(self, agent: AgentName) -> bool:
         """This incarnation has, or may have, something of ours to write."""
@@ -90,11 +98,13 @@ class Consumer:
         ranks: Iterable[PeerAddress],
         now_s: float,
         targets: Mapping[PeerAddress, int] | None = None,
+        direct: bool = True,
     ) -> list[Action]:
         """The request has blocks: each rank shall write what it owes of tokens [first_token, num_tokens).
 
         blocks: the encoded block table as parts (outer) of KV cache groups (inner), each part at most MAX_TABLE_BYTES.
         targets: to how many ranks of this engine each of `ranks` writes for this request, 1 where it is not named.
+        direct: they may write into the blocks; otherwise only into staging slots, and failed blocks are free at once.
         From here on the caller may not reuse the blocks before ReportReceived or ReportReleased.
         Raises ProtocolError (local), and nobody hears of the request, if it or the key is registered already, or if a
         value cannot stand in a message.
@@ -102,7 +112,7 @@ class Consumer:
         key = key.at(self._sender)
         addresses = frozenset(ranks)
         actions = self._receives.add(
-            request_id, key, prompt, first_token, blocks, consumers, addresses, targets or {}, now_s
+            request_id, key, prompt, first_token, blocks, consumers, addresses, targets or {}, now_s, direct
         )
         self.withdraw(key.transfer_id)
         for address in addresses:
@@ -196,6 +206,8 @@ class Consumer:
         """A message from a P rank. Raises ProtocolError with fault "peer" for what makes no sense."""
         if isinstance(message, Pong):
             return self._on_pong(agent, message, now_s)
+        if isinstance(message, Staged):
+            raise ProtocolError("local", "staged blocks are not this half's business")
         receive = self._receives.by_key(message.key)
         if receive is None or message.attempt < receive.first_attempt:
             return []  # it has ended: late or repeated

@@ -15,7 +15,7 @@ from kvpush.protocol.ids import MAX_RANK, PeerAddress, SendKey, TransferId, chec
 from kvpush.protocol.prompt import PromptIdentity
 
 MAGIC = b"kvp"
-VERSION = 1
+VERSION = 2
 MAX_MESSAGE_BYTES = 64 * 1024
 MAX_TABLE_BYTES = 60 * 1024
 """Encoded block tables in one registration: leaves room for the longest ids and addresses around them."""
@@ -25,10 +25,14 @@ MAX_PARTS = 256
 MAX_GROUPS = 64
 MAX_DIGEST_BYTES = 32
 MAX_REASON = 120
+MAX_SLOTS = 4096
+"""Staging slots of one rank of D."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Attempt = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
 Text = Annotated[str, msgspec.Meta(max_length=512)]
+Slot = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SLOTS)]
+Use = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
 
 
 class MalformedMessage(ValueError):
@@ -90,7 +94,8 @@ class Register(_Message, frozen=True, tag="register"):
     for an earlier use of the same transfer id can be taken for this one. blocks: one encoded block table per KV cache
     group, of part `part` of `parts` (a long table is split). first_token: the first token that D does not hold.
     consumers: how many D requests share the transfer. targets: to how many ranks of the sender's engine this rank of P
-    writes for this consumer, the sender included. sender: where P learns how to reach D.
+    writes for this consumer, the sender included. sender: where P learns how to reach D. direct: P may write into the
+    blocks themselves; otherwise only into the staging slots that it was granted.
     """
 
     key: SendKey
@@ -103,6 +108,7 @@ class Register(_Message, frozen=True, tag="register"):
     targets: Annotated[int, msgspec.Meta(ge=1, le=MAX_TARGETS)] = 1
     part: Annotated[int, msgspec.Meta(ge=0, lt=MAX_PARTS)] = 0
     parts: Annotated[int, msgspec.Meta(ge=1, le=MAX_PARTS)] = 1
+    direct: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -161,6 +167,35 @@ class Ping(_Message, frozen=True, tag="ping"):
             check_id(transfer_id, "transfer_id")
 
 
+class Grant(_Message, frozen=True, tag="grant"):
+    """D to P: these staging slots are yours to write, until your process ends."""
+
+    sender: PeerAddress
+    slots: Annotated[list[Slot], msgspec.Meta(max_length=MAX_SLOTS)]
+
+
+class Credit(_Message, frozen=True, tag="credit"):
+    """D to P: what use `use` of a slot has brought is unpacked, or not wanted; the slot may be written again."""
+
+    sender: PeerAddress
+    slot: Slot
+    use: Use
+
+
+class Staged(_Message, frozen=True, tag="staged"):
+    """P to D: blocks [first_block, first_block + num_blocks) of the registration's table stand packed in a slot.
+
+    use: counts up with every use of a slot by this incarnation, so that repeated and late messages are told apart.
+    """
+
+    key: SendKey
+    attempt: Attempt
+    slot: Slot
+    use: Use
+    first_block: Count
+    num_blocks: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+
+
 class Pong(_Message, frozen=True, tag="pong"):
     """P to D: the answer; `known` are those of the ping's registrations that P holds, or whose end it remembers."""
 
@@ -190,7 +225,10 @@ class PieceDigest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 class Commit(_Message, frozen=True, tag="commit"):
-    """P to D: every byte that this P rank owes for tokens [first_token, num_tokens) has landed."""
+    """P to D: every byte that this P rank owes for tokens [first_token, num_tokens) has landed.
+
+    staged_blocks: how many blocks of this attempt have come by way of staging slots, all of which D gave credit for.
+    """
 
     key: SendKey
     attempt: Attempt
@@ -198,6 +236,7 @@ class Commit(_Message, frozen=True, tag="commit"):
     num_bytes: Count
     num_writes: Count
     digests: list[PieceDigest] = []
+    staged_blocks: Count = 0
 
 
 class Failed(_Message, frozen=True, tag="failed"):
@@ -216,8 +255,8 @@ class Quiet(_Message, frozen=True, tag="quiet"):
     attempt: Attempt
 
 
-ToProducer = Announce | Register | Release | Cancel | Ping
-ToConsumer = Accepted | Commit | Failed | Quiet | Pong
+ToProducer = Announce | Register | Release | Cancel | Ping | Grant | Credit
+ToConsumer = Accepted | Commit | Failed | Quiet | Pong | Staged
 Message = ToProducer | ToConsumer
 
 _encoder = msgspec.msgpack.Encoder()

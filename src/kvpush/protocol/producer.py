@@ -6,6 +6,8 @@ Sans-I/O: every method takes the time and returns actions. `ProtocolError` means
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvpush.protocol.actions import Action, TransferUnknown
 from kvpush.protocol.answers import Answers
 from kvpush.protocol.errors import ProtocolError
@@ -14,6 +16,8 @@ from kvpush.protocol.messages import (
     MAX_CONSUMERS,
     Announce,
     Cancel,
+    Credit,
+    Grant,
     PieceDigest,
     Ping,
     Register,
@@ -67,7 +71,7 @@ class Producer:
         """Pieces that read the request's blocks; those that were poisoned read blocks that it does not own any more."""
         local = self._rendezvous.by_request(request_id)
         sends = [] if local is None else self._sends.of(local)
-        return sum(len(send.pieces) for send in sends if send.reads_blocks)
+        return sum(send.num_reading for send in sends if send.reads_blocks)
 
     # Events from this engine
 
@@ -147,7 +151,7 @@ class Producer:
         local.ready = 0
         actions: list[Action] = []
         for send in self._sends.of(local):
-            if send.pieces or local.finished:
+            if send.num_reading or local.finished:
                 send.poisoned = True
                 actions += self._sends.fail(send, "poisoned", now_s)
             else:
@@ -183,16 +187,42 @@ class Producer:
         return actions
 
     def on_written(
-        self, key: SendKey, piece: int, num_bytes: int, digest: PieceDigest | None, now_s: float
+        self,
+        key: SendKey,
+        piece: int,
+        num_bytes: int,
+        digests: Sequence[PieceDigest],
+        now_s: float,
+        *,
+        num_writes: int = 1,
+        staged_blocks: int = 0,
     ) -> list[Action]:
-        """Every byte of a piece has landed."""
+        """Every byte of a piece stands in D's blocks. staged_blocks: of them, those that D has unpacked itself."""
         send, ended = self._sends.take_piece(key, piece)
         if ended.attempt == send.attempt:
             send.num_bytes += num_bytes
-            send.num_writes += 1
-            if digest is not None:
-                send.digests.append(digest)
+            send.num_writes += num_writes
+            send.staged_blocks += staged_blocks
+            send.digests += digests
         return self._sends.settle_send(send, now_s)
+
+    def on_read(self, key: SendKey, piece: int) -> list[Action]:
+        """A piece does not need the request's blocks any more: its bytes stand in staging memory."""
+        send = self._sends.read_piece(key, piece)
+        return self._sends.settle(send.local)
+
+    def on_cut(self, key: SendKey, piece: int, end_token: int, now_s: float) -> list[Action]:
+        """Blocks are being preempted of which a piece has read only those up to `end_token`.
+
+        What it has read is on its way and ends like a piece; the rest is owed again. Pieces of the same send that were
+        posted behind it must have been held back before. Raises ProtocolError (local) if it was to end before that, or
+        to begin after it.
+        """
+        send, cut = self._sends.piece(key, piece)
+        if not cut.first_token < end_token < cut.end_token:
+            raise ProtocolError("local", f"piece {piece} of {key} cannot be cut at token {end_token}")
+        send.cut(piece, end_token, now_s)
+        return self._sends.settle(send.local)
 
     def on_write_failed(self, key: SendKey, piece: int, reason: str, now_s: float) -> list[Action]:
         """A piece could not be posted, or its write has failed; nothing of it is in flight any more."""
@@ -224,6 +254,8 @@ class Producer:
                 return []
             case Ping():
                 return self._answers.ping(agent, message, now_s)
+            case Grant() | Credit():
+                return []  # of staging slots, of which this half knows nothing; a sign of life all the same
 
     def on_tick(self, now_s: float) -> list[Action]:
         """Looks at every bound; to be called a few times a second while anything is going on."""

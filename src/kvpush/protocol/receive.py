@@ -18,7 +18,8 @@ class Receive:
     blocks: encoded block tables, as parts of groups. attempts: the number of the present registration at each rank that
     must write; first_attempt: that of the first one. writers: the incarnations that have got a registration, and the
     address that each stands for: who may write; quiet: those of them that never will again. wanted: the client still
-    waits (False after an abort). since_s: start of the present wait.
+    waits (False after an abort). since_s: start of the present wait. direct: the writers may write into the blocks
+    themselves, not only into staging slots.
     """
 
     request_id: RequestId
@@ -42,6 +43,7 @@ class Receive:
     wanted: bool = True
     reason: str = ""
     last_cancel_s: float = 0.0
+    direct: bool = True
 
     def __post_init__(self) -> None:
         self.attempts = dict.fromkeys(self.ranks.expected, self.first_attempt)
@@ -65,6 +67,11 @@ class Receive:
     def may_write(self) -> dict[AgentName, PeerAddress]:
         """The incarnations that have got a registration and have not said quiet since."""
         return {agent: address for agent, address in self.writers.items() if agent not in self.quiet}
+
+    @property
+    def exposed(self) -> bool:
+        """Somebody may write into the blocks. What comes by way of staging slots is unpacked here, or not at all."""
+        return self.direct and bool(self.may_write)
 
     @property
     def all_accepted(self) -> bool:
@@ -105,6 +112,7 @@ class Receive:
                 targets=self.targets.get(address, 1),
                 part=part,
                 parts=len(self.blocks),
+                direct=self.direct,
             )
             for part, groups in enumerate(self.blocks)
         ]

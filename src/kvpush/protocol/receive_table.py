@@ -64,6 +64,7 @@ class ReceiveTable:
         ranks: Iterable[PeerAddress],
         targets: Mapping[PeerAddress, int],
         now_s: float,
+        direct: bool = True,
     ) -> list[Action]:
         """Registers a request with every rank. Raises ProtocolError (local) as `Consumer.register` says."""
         if request_id in self._by_request or key in self._by_key:
@@ -75,7 +76,7 @@ class ReceiveTable:
         commits = CommitSet(ranks)
         receive = Receive(
             request_id, key, prompt, first_token, blocks, consumers, commits, now_s, self._last_attempt + 1,
-            dict(targets),
+            dict(targets), direct=direct,
         )  # fmt: skip
         actions: list[Action] = []
         try:
@@ -157,7 +158,7 @@ class ReceiveTable:
 
     def release_if_quiet(self, receive: Receive) -> list[Action]:
         """Who never got a registration has nothing to write; all others must have said quiet, or be gone."""
-        if not receive.fenced or receive.may_write:
+        if not receive.fenced or receive.exposed:
             return []
         receive.step(ReceiveEvent.QUIET)
         self._drop(receive)

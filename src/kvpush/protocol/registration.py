@@ -12,7 +12,10 @@ from kvpush.protocol.prompt import PromptIdentity
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """D's whole registration, its parts joined. blocks: one tuple of encoded tables per KV cache group."""
+    """D's whole registration, its parts joined.
+
+    blocks: one tuple of encoded tables per KV cache group. direct: P may write into them itself.
+    """
 
     key: SendKey
     attempt: int
@@ -24,6 +27,7 @@ class Registration:
     agent: AgentName
     address: PeerAddress
     received_s: float
+    direct: bool = True
 
     @property
     def num_bytes(self) -> int:
@@ -67,7 +71,7 @@ class Assembly:
             if parts is None and len(self._open) >= self._max_open:
                 raise ProtocolError("peer", f"{self._max_open} registrations are incomplete already")
             parts = self._open[name] = _Parts(message, {}, now_s)
-        same = ("prompt", "first_token", "sender", "consumers", "targets", "parts")
+        same = ("prompt", "first_token", "sender", "consumers", "targets", "parts", "direct")
         if any(getattr(parts.first, item) != getattr(message, item) for item in same):
             raise ProtocolError("peer", f"parts of the registration {message.key} contradict each other")
         if len(message.blocks) != len(parts.first.blocks):
@@ -107,4 +111,5 @@ class Assembly:
             agent=agent,
             address=first.sender,
             received_s=now_s,
+            direct=first.direct,
         )

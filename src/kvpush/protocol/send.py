@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvpush.protocol.ids import AgentName, SendKey
 from kvpush.protocol.messages import Commit, Failed, PieceDigest, Quiet
@@ -14,14 +14,21 @@ MAX_STREAMED_PIECES = 1000
 """Pieces of one attempt that leave before the prompt is complete: their digests must fit into one commit."""
 
 
+MAX_DIGESTS = MAX_STREAMED_PIECES + 1
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens [first_token, end_token) that were posted for an attempt and have not ended yet."""
+    """Tokens [first_token, end_token) that were posted for an attempt and have not ended yet.
+
+    read: its bytes stand in staging memory; it does not need the request's blocks any more.
+    """
 
     attempt: int
     first_token: int
     end_token: int
     posted_s: float
+    read: bool = False
 
 
 @dataclass(slots=True)
@@ -43,6 +50,7 @@ class Send:
     num_pieces: int = 0
     num_bytes: int = 0
     num_writes: int = 0
+    staged_blocks: int = 0
     digests: list[PieceDigest] = field(default_factory=list)
     poisoned: bool = False
     reason: str = ""
@@ -71,7 +79,12 @@ class Send:
     @property
     def reads_blocks(self) -> bool:
         """Pieces in flight read blocks that the request still owns."""
-        return bool(self.pieces) and not self.poisoned
+        return bool(self.num_reading) and not self.poisoned
+
+    @property
+    def num_reading(self) -> int:
+        """Pieces in flight that still read blocks, whoever owns those now."""
+        return sum(not piece.read for piece in self.pieces.values())
 
     def step(self, event: SendEvent, *, peer_fault: bool = False) -> None:
         """Takes a transition. Raises ProtocolError and changes nothing if the table has none."""
@@ -101,13 +114,22 @@ class Send:
         self.num_pieces -= 1
         self.waiting_since_s = now_s
 
+    def cut(self, piece: int, end_token: int, now_s: float) -> None:
+        """Only tokens up to `end_token` of a piece were read before its blocks were taken; the rest is owed again."""
+        cut = self.pieces[piece]
+        if cut.attempt == self.attempt and not self.terminal:
+            self.step(SendEvent.UNPOST)
+            self.posted = min(self.posted, end_token)
+            self.waiting_since_s = now_s
+        self.pieces[piece] = replace(cut, end_token=end_token, read=True)
+
     def restart(self, registration: Registration, now_s: float) -> None:
         """A new attempt: everything is owed again. What is in flight of the old one stays booked until it ends."""
         self.step(SendEvent.RESTART, peer_fault=True)
         self.registration = registration
         self.attempt = registration.attempt
         self.posted = registration.first_token
-        self.num_pieces = self.num_bytes = self.num_writes = 0
+        self.num_pieces = self.num_bytes = self.num_writes = self.staged_blocks = 0
         self.digests.clear()
         self.waiting_since_s = now_s
 
@@ -118,9 +140,11 @@ class Send:
     def last_word(self) -> Commit | Failed | Quiet:
         """What D is told about the end of a terminal send, as things stand now."""
         if self.state is SendState.COMMITTED:
+            # Too many for one message are as good as none: D then says that it could not check.
+            digests = list(self.digests) if len(self.digests) <= MAX_DIGESTS else []
             return Commit(
-                self.key, self.attempt, self.num_tokens, self.num_bytes, self.num_writes, list(self.digests)
-            )  # fmt: skip
+                self.key, self.attempt, self.num_tokens, self.num_bytes, self.num_writes, digests, self.staged_blocks
+            )
         if self.state is SendState.FAILED:
             return Failed(self.key, self.attempt, self.reason, quiet=not self.pieces)
         return Quiet(self.key, self.attempt)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvpush.protocol.actions import Action, ReportSent, SendEnded, SendTo, WritePiece
 from kvpush.protocol.errors import ProtocolError
 from kvpush.protocol.ids import AgentName, SendKey
@@ -100,12 +102,24 @@ class SendTable:
     def pump_all(self, sends: list[Send], now_s: float) -> list[Action]:
         return [action for send in sends for action in self.pump(send, now_s)]
 
-    def take_piece(self, key: SendKey, piece: int) -> tuple[Send, Piece]:
-        """A piece has ended, one way or another. Raises ProtocolError (local) if it is not in flight."""
+    def piece(self, key: SendKey, piece: int) -> tuple[Send, Piece]:
+        """A piece and its send. Raises ProtocolError (local) if it is not in flight."""
         send = self._sends.get(key)
         if send is None or piece not in send.pieces:
             raise ProtocolError("local", f"piece {piece} of {key} is not in flight")
-        return send, send.pieces.pop(piece)
+        return send, send.pieces[piece]
+
+    def take_piece(self, key: SendKey, piece: int) -> tuple[Send, Piece]:
+        """A piece has ended, one way or another. Raises ProtocolError (local) if it is not in flight."""
+        send, taken = self.piece(key, piece)
+        del send.pieces[piece]
+        return send, taken
+
+    def read_piece(self, key: SendKey, piece: int) -> Send:
+        """A piece needs no blocks any more. Raises ProtocolError (local) if it is not in flight."""
+        send, taken = self.piece(key, piece)
+        send.pieces[piece] = replace(taken, read=True)
+        return send
 
     def settle_send(self, send: Send, now_s: float) -> list[Action]:
         """After a piece has ended: commits a send whose last piece that was, and says quiet for one that had ended."""

@@ -76,6 +76,7 @@ SEND_TRANSITIONS: Mapping[tuple[SendState, SendEvent], SendState] = {
     (_S.STREAMING, _E.CANCEL): _S.CANCELLED,
     (_S.STREAMING, _E.FAIL): _S.FAILED,
     (_S.DRAINING, _E.DRAINED): _S.COMMITTED,
+    (_S.DRAINING, _E.PREEMPT): _S.DRAINING,  # all that is owed stands in staging memory
     (_S.DRAINING, _E.UNPOST): _S.WAITING,
     (_S.DRAINING, _E.RESTART): _S.WAITING,
     (_S.DRAINING, _E.CANCEL): _S.CANCELLED,

@@ -19,7 +19,7 @@ from kvpush.protocol.actions import (
 from kvpush.protocol.consumer import Consumer
 from kvpush.protocol.errors import ProtocolError
 from kvpush.protocol.ids import AgentName, PeerAddress, RequestId, SendKey
-from kvpush.protocol.messages import Register, ToConsumer
+from kvpush.protocol.messages import Commit, Credit, Failed, Grant, Register, Staged, ToConsumer
 from kvpush.transfer.commands import Announce, BlockTable, Cancel, Fetch, Refuse, Release, SideChannel, Withdraw
 from kvpush.transfer.connections import Connections, Delivered, Disconnected, Undelivered
 from kvpush.transfer.connections import Event as ConnectionEvent
@@ -27,6 +27,7 @@ from kvpush.transfer.counters import Counters
 from kvpush.transfer.integrity import Digester
 from kvpush.transfer.records import Records
 from kvpush.transfer.results import LoadFailed, Received, Released, Result
+from kvpush.transfer.staging.unstager import Target, Unstager
 
 _log = logging.getLogger(__name__)
 
@@ -43,30 +44,38 @@ class ConsumerSide:
         self,
         consumer: Consumer,
         sender: PeerAddress,
+        block_size: int,
         connections: Connections,
         digester: Digester | None,
+        unstager: Unstager | None,
+        direct: bool,
         counters: Counters,
         records: Records,
         results: deque[Result],
     ) -> None:
         self._consumer = consumer
         self._sender = sender
+        self._block_size = block_size
         self._connections = connections
         self._digester = digester
+        self._unstager = unstager
+        self._direct = direct
         self._counters = counters
         self._records = records
         self._results = results
         self._fetches: dict[RequestId, Fetch] = {}
         self._engine_ids: dict[SendKey, str] = {}  # who alone may get a registration, where the client says so
         self._broken: set[AgentName] = set()  # incarnations whose connection has broken while they might write
+        self._addresses: dict[AgentName, PeerAddress] = {}  # of the holders of staging slots
+        self._unpacking: list[RequestId] = []  # released as soon as nothing is unpacked into them any more
 
     @property
     def idle(self) -> bool:
-        return self._consumer.idle and not self._fetches
+        return self._consumer.idle and not self._fetches and not self._unpacking
 
     def expects(self, agent: AgentName) -> bool:
         """This incarnation may write here."""
-        return self._consumer.expects(agent)
+        return self._consumer.expects(agent) or agent in self._addresses
 
     @property
     def num_quarantined_blocks(self) -> int:
@@ -95,12 +104,33 @@ class ConsumerSide:
         self._run(actions, now_s)
 
     def receive(self, agent: AgentName, message: ToConsumer, now_s: float) -> None:
+        if isinstance(message, Staged):
+            self._on_part(agent, message, now_s)
+            return
+        if isinstance(message, Commit):
+            message = self._checked(agent, message)
         self._run(self._consumer.on_message(agent, message, now_s), now_s)
+
+    def poll(self) -> None:
+        """Gives back the slots whose parts have been unpacked."""
+        if self._unstager is None:
+            return
+        self._give(self._unstager.poll())
+        waiting, self._unpacking = self._unpacking, []
+        for request_id in waiting:
+            self._release(request_id)
+
+    def looking(self, now_s: float) -> bool:
+        """Parts are being unpacked, or more may come soon."""
+        return self._unstager is not None and self._unstager.active(now_s)
 
     def tick(self, now_s: float) -> None:
         self._run(self._consumer.on_tick(now_s), now_s)
 
     def gone(self, agent: AgentName, now_s: float) -> None:
+        if self._unstager is not None:
+            self._unstager.gone(agent)
+        self._addresses.pop(agent, None)
         self._run(self._consumer.on_gone(agent, now_s), now_s)
 
     @property
@@ -111,12 +141,15 @@ class ConsumerSide:
         """
         self._broken = {agent for agent in self._broken if self._consumer.expects(agent)}
         silent = {agent for receive in self._consumer.quarantined for agent in receive.may_write}
-        return silent | {agent for agent in self._broken if self._connections.answer(agent) is None}
+        holders = set() if self._unstager is None else self._unstager.leases.holders
+        return silent | {agent for agent in self._broken | holders if self._connections.answer(agent) is None}
 
     def on_connection(self, event: ConnectionEvent, now_s: float) -> None:
         match event:
             case Delivered():
                 actions = self._consumer.on_delivered(event.address, event.agent, event.message, now_s)
+                if isinstance(event.message, Register):
+                    self._grant(event.agent, event.address)
             case Undelivered():
                 reason = event.reason.split(":")[0]
                 actions = self._consumer.on_undelivered(event.address, event.message, reason, now_s)
@@ -136,7 +169,7 @@ class ConsumerSide:
         try:
             actions = self._consumer.register(
                 fetch.request_id, fetch.key, fetch.prompt, fetch.first_token, _parts(fetch.blocks), fetch.consumers,
-                [address], now_s,
+                [address], now_s, direct=self._direct,
             )  # fmt: skip
         except (ProtocolError, ValueError) as error:
             # The engine waits for two reports, whatever was wrong with the registration.
@@ -174,9 +207,7 @@ class ConsumerSide:
                     _log.warning("kvpush: transfer %s failed: %s", name, action.reason)
                     self._results.append(LoadFailed(action.request_id, action.reason))
                 case ReportReleased():
-                    self._forget(action.request_id)
-                    self._records.end(action.request_id, "released")
-                    self._results.append(Released(action.request_id))
+                    self._release(action.request_id)
                 case Quarantined():
                     self._counters.add("quarantines")
                     _log.warning(
@@ -216,7 +247,59 @@ class ConsumerSide:
         _log.info("kvpush: transfer %s received: %d tokens%s", fetch.key.transfer_id, action.num_tokens, note)
         self._results.append(Received(action.request_id))
 
+    def _release(self, request_id: RequestId) -> None:
+        """Nobody else writes into the blocks; what is being unpacked has to end first."""
+        if self._unstager is not None and self._unstager.busy(request_id):
+            self._unpacking.append(request_id)
+            return
+        self._forget(request_id)
+        self._records.end(request_id, "released")
+        self._results.append(Released(request_id))
+
+    def _grant(self, agent: AgentName, address: PeerAddress) -> None:
+        """Tells whoever has got a registration which slots are his; again each time, because messages get lost."""
+        if self._unstager is not None and self._connections.answer(agent) is not None:
+            self._addresses[agent] = address
+            grant = Grant(self._sender, list(self._unstager.leases.grant(agent)))
+            self._connections.send(address, grant, agent)
+
+    def _on_part(self, agent: AgentName, message: Staged, now_s: float) -> None:
+        if self._unstager is None:
+            raise ProtocolError("peer", f"{agent} has staged blocks, and there is no staging memory here")
+        request_id = self._consumer.loading(agent, message.key, message.attempt)
+        fetch = self._fetches.get(request_id) if request_id is not None else None
+        target = None
+        if fetch is not None:
+            table, first = fetch.blocks[0], fetch.first_token // self._block_size
+            end = -(-fetch.prompt.num_tokens // self._block_size)
+            target = Target(fetch.request_id, table, first, end)
+        self._counters.add("parts", "unpacked" if target is not None else "unwanted")
+        self._give(self._unstager.receive(agent, message, target, now_s))
+
+    def _give(self, credits: Sequence[tuple[AgentName, Credit]]) -> None:
+        for agent, credit in credits:
+            address = self._addresses.get(agent)
+            if address is not None:
+                self._connections.send(address, credit, agent)
+
+    def _checked(self, agent: AgentName, commit: Commit) -> Commit | Failed:
+        """A commit counts only if every staged block that it speaks of was unpacked here for this attempt."""
+        request_id = self._consumer.loading(agent, commit.key, commit.attempt)
+        if request_id is None or not commit.staged_blocks:
+            return commit
+        attempt, unstager = commit.attempt, self._unstager
+        unpacked = 0 if unstager is None else unstager.num_unpacked(request_id, agent, attempt)
+        if unpacked == commit.staged_blocks:
+            return commit
+        _log.error(
+            "kvpush: transfer %s: %d staged blocks committed, %d unpacked", commit.key.transfer_id,
+            commit.staged_blocks, unpacked,
+        )  # fmt: skip
+        return Failed(commit.key, attempt, "staged_missing", quiet=True)
+
     def _forget(self, request_id: RequestId) -> Fetch:
+        if self._unstager is not None:
+            self._unstager.forget(request_id)
         fetch = self._fetches.pop(request_id)
         self._engine_ids.pop(fetch.key.at(self._sender), None)
         return fetch

@@ -25,11 +25,13 @@ from kvpush.transfer.counters import Counters
 from kvpush.transfer.dialer import Dialer
 from kvpush.transfer.fence import Fence
 from kvpush.transfer.integrity import CacheReader, Digester
+from kvpush.transfer.pieces import DIRECT, PathConfig
 from kvpush.transfer.producer_side import ProducerSide
 from kvpush.transfer.prover import Prover
 from kvpush.transfer.records import Records
 from kvpush.transfer.results import Result
 from kvpush.transfer.sources import PASSED, Event
+from kvpush.transfer.staging.unstager import Unstager
 from kvpush.transport.base import Transport, TransportError
 
 _log = logging.getLogger(__name__)
@@ -46,7 +48,7 @@ class CoreConfig:
     """What a core needs to know of its rank.
 
     sender: where peers reach this rank's side channel. cache: its KV cache. reader: reads KV for digests; None switches
-    integrity off. stream: push whole blocks after every chunk.
+    integrity off. stream: push whole blocks after every chunk. paths: how pieces travel.
     """
 
     sender: PeerAddress
@@ -54,6 +56,7 @@ class CoreConfig:
     timing: Timing
     reader: CacheReader | None = None
     stream: bool = True
+    paths: PathConfig = DIRECT
 
 
 class TransferCore:
@@ -66,7 +69,7 @@ class TransferCore:
         self._dialer = dialer
         self._prover = prover
         self._results: deque[Result] = deque()
-        self._next_tick_s = 0.0
+        self._next_tick_s = self._now_s = 0.0
         self._deaf = False
         self.num_quarantined_blocks = 0  # as of the last tick; read by the engine's thread
         self._asked_s: dict[AgentName, float] = {}
@@ -76,12 +79,17 @@ class TransferCore:
         hello = Ping(0, config.sender)  # the protocol's own pings count from 1
         self._connections = Connections(transport, dialer, self.counters, consumer.wants_sent, self._needs, hello)
         self._producer_side = ProducerSide(
-            producer, config.cache, transport, self._connections, fence, digester, self.counters, self.records,
-            self._results,
+            producer, config.cache, transport, self._connections, fence, digester, config.paths, self.counters,
+            self.records, self._results,
         )  # fmt: skip
+        staging = config.paths.staging
+        unstager = None
+        if staging is not None and staging.receive is not None:
+            unstager = Unstager(staging.packer, staging.receive, config.sender)
         self._consumer_side = ConsumerSide(
-            consumer, config.sender, self._connections, digester, self.counters, self.records, self._results
-        )
+            consumer, config.sender, config.cache.block_size, self._connections, digester, unstager,
+            config.paths.path != "staged", self.counters, self.records, self._results,
+        )  # fmt: skip
 
     @property
     def idle(self) -> bool:
@@ -90,8 +98,8 @@ class TransferCore:
 
     @property
     def writing(self) -> bool:
-        """Writes are in flight, or a forward is about to make blocks ready: poll often."""
-        return self._producer_side.writing
+        """Pieces are on their way, or a forward is about to make blocks ready: poll often."""
+        return self._producer_side.writing or self._consumer_side.looking(self._now_s)
 
     @property
     def levels(self) -> dict[str, int]:
@@ -129,12 +137,14 @@ class TransferCore:
 
     def poll(self, now_s: float) -> None:
         """One round: notifications, handshakes, forwards that are done, writes that have ended, bounds."""
+        self._now_s = now_s
         for agent, payload in self._notifications():
             self._receive(AgentName(agent), payload, now_s)
         self._connections.poll()
         # A registration that has just left must be known before any bound gives its memory up.
         self._settle(now_s)
         self._producer_side.poll(now_s)
+        self._consumer_side.poll()
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + TICK_S
             self._producer_side.tick(now_s)

@@ -14,6 +14,7 @@ from kvpush.plan.geometry import CacheGeometry
 from kvpush.protocol.ids import PeerAddress
 from kvpush.transfer.addresses import AddressRefused, AllowList
 from kvpush.transfer.sidechannel import EngineInfo, HandshakeError, ProcessIdentity, check_compatible, query_peer
+from kvpush.transfer.staging.area import StagingArea
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ class Answer:
     metadata: bytes
     geometry: CacheGeometry
     process: ProcessIdentity
+    staging: StagingArea | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,4 +112,7 @@ class SideChannelDialer:
         if differences:
             raise ValueError(f"{address} does not fit: {'; '.join(dict.fromkeys(differences))}")
         geometry = msgspec.msgpack.decode(found.rank.geometry, type=CacheGeometry)
-        return Answer(found.engine.engine_id, found.rank.agent, found.rank.metadata, geometry, found.rank.process)
+        staging = msgspec.msgpack.decode(found.rank.staging, type=StagingArea) if found.rank.staging else None
+        return Answer(
+            found.engine.engine_id, found.rank.agent, found.rank.metadata, geometry, found.rank.process, staging
+        )

@@ -82,6 +82,11 @@ class Fence:
             self._closed.discard(request_id)
             self._poisoned.discard(request_id)
 
+    def closed(self, request_id: RequestId) -> bool:
+        """Its blocks are about to be taken: no further read begins."""
+        with self._changed:
+            return request_id in self._closed
+
     @contextmanager
     def committing(self, request_id: RequestId) -> Iterator[bool]:
         """Holds the fence while a commit is decided and sent; yields True if the request is poisoned."""

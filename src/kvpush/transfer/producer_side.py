@@ -6,11 +6,10 @@ import logging
 from collections import deque
 
 from kvpush.plan.geometry import CacheGeometry
-from kvpush.plan.runs import Ints
 from kvpush.protocol.actions import Action, Connect, ReportSent, SendEnded, SendTo, TransferUnknown, WritePiece
 from kvpush.protocol.errors import ProtocolError
-from kvpush.protocol.ids import AgentName, RequestId, SendKey
-from kvpush.protocol.messages import ToProducer
+from kvpush.protocol.ids import AgentName, RequestId
+from kvpush.protocol.messages import Credit, Grant, ToProducer
 from kvpush.protocol.producer import Producer
 from kvpush.transfer.commands import Finish, Offer, Preempt, Progress
 from kvpush.transfer.connections import Connected, Connections, Disconnected, Unreachable
@@ -18,10 +17,12 @@ from kvpush.transfer.connections import Event as ConnectionEvent
 from kvpush.transfer.counters import Counters
 from kvpush.transfer.fence import Fence
 from kvpush.transfer.integrity import Digester
-from kvpush.transfer.records import Records
+from kvpush.transfer.pieces import PathConfig, Pieces
+from kvpush.transfer.records import Record, Records
 from kvpush.transfer.results import Result, Sent
 from kvpush.transfer.sources import Event, Sources
-from kvpush.transfer.writer import Landed, PieceLost, PieceRefused, PieceWriter
+from kvpush.transfer.staging.outcomes import Cut, Ended, NotPosted, Outcome, Read
+from kvpush.transfer.writer import Landed, PieceLost, PieceRefused
 from kvpush.transport.base import Transport
 
 _log = logging.getLogger(__name__)
@@ -44,27 +45,26 @@ class ProducerSide:
         connections: Connections,
         fence: Fence,
         digester: Digester | None,
+        paths: PathConfig,
         counters: Counters,
         records: Records,
         results: deque[Result],
     ) -> None:
         self._producer = producer
         self._sources = Sources()
-        self._writer = PieceWriter(transport, cache)
+        self._pieces = Pieces(paths, cache, transport, fence, digester, counters, self._wanted)
         self._connections = connections
         self._fence = fence
-        self._digester = digester
         self._counters = counters
         self._records = records
         self._results = results
         self._stalled_s: tuple[float, float] | None = None  # since when the engine has stood still, and the last word
         self._offered: set[RequestId] = set()
         self._lost: list[WritePiece] = []  # they have failed, but bytes of them may still land
-        self._tables: dict[SendKey, tuple[int, Ints]] = {}  # of live sends: (attempt, the consumer's block table)
 
     @property
     def idle(self) -> bool:
-        return self._producer.idle and not len(self._writer) and not len(self._sources)
+        return self._producer.idle and self._pieces.idle and not len(self._sources)
 
     @property
     def suspects(self) -> set[AgentName]:
@@ -73,12 +73,12 @@ class ProducerSide:
 
     @property
     def writing(self) -> bool:
-        return len(self._writer) > 0 or self._sources.pending
+        return not self._pieces.idle or self._sources.pending
 
     @property
     def num_open_writes(self) -> int:
         """Pieces in flight, and those that were lost and may still land."""
-        return len(self._writer) + len(self._lost)
+        return len(self._pieces) + len(self._lost)
 
     def advance(self, progress: Progress, event: Event) -> None:
         if progress.request_id in self._offered:
@@ -157,19 +157,24 @@ class ProducerSide:
         self._stalled_s = (since_s, now_s)
 
     def receive(self, agent: AgentName, message: ToProducer, now_s: float) -> None:
+        if isinstance(message, Grant | Credit):
+            self._pieces.hear(agent, message, self._connections.answer(agent))
         self._run(self._producer.on_message(agent, message, now_s), now_s)
 
     def poll(self, now_s: float) -> None:
         for request_id, ready in self._sources.passed():
             self._run(self._producer.on_tokens(request_id, ready, now_s), now_s)
-        for landed in self._writer.poll(now_s):
-            self._on_landed(landed, now_s)
+        for outcome in self._pieces.poll(now_s):
+            self._on_outcome(outcome, now_s)
 
     def tick(self, now_s: float) -> None:
         self._run(self._producer.on_tick(now_s), now_s)
+        for agent, address, message in self._pieces.overdue(now_s):
+            self._connections.send(address, message, agent)
 
     def gone(self, agent: AgentName, now_s: float) -> None:
         """Proof that an incarnation does not exist any more: nothing lands there."""
+        self._pieces.gone(agent)
         lost = [piece for piece in self._lost if piece.agent == agent]
         self._lost = [piece for piece in self._lost if piece.agent != agent]
         for piece in lost:
@@ -183,22 +188,72 @@ class ProducerSide:
                 reason = event.reason.split(":")[0]
                 self._run(self._producer.on_unreachable(event.agent, reason, now_s), now_s)
 
+    def _wanted(self, piece: WritePiece) -> bool:
+        """The attempt that a piece belongs to goes on."""
+        send = self._producer.send(piece.key)
+        return send is not None and not send.terminal and send.attempt == piece.attempt
+
+    def _on_outcome(self, outcome: Landed | Outcome, now_s: float) -> None:
+        piece = outcome.piece
+        if not isinstance(outcome, Ended):
+            self._fence.end(piece.request_id)
+        match outcome:
+            case Landed():
+                self._on_landed(outcome, now_s)
+            case Read():
+                self._run(self._producer.on_read(piece.key, piece.piece), now_s)
+            case Cut():
+                self._run(self._producer.on_cut(piece.key, piece.piece, outcome.end_token, now_s), now_s)
+            case NotPosted():
+                self._run(self._producer.on_not_posted(piece.key, piece.piece, now_s), now_s)
+            case Ended():
+                self._on_staged(outcome, now_s)
+
+    def _on_staged(self, ended: Ended, now_s: float) -> None:
+        piece = ended.piece
+        if ended.error:
+            # What of it may still land can only reach a slot: for D's blocks it is over.
+            self._count_failure(piece, ended.error)
+            self._run(self._producer.on_write_failed(piece.key, piece.piece, "write_failed", now_s), now_s)
+            return
+        self._count_landed(piece, ended.num_bytes, ended.num_parts, now_s)
+        _log.debug(
+            "kvpush: transfer %s piece %d: tokens %d-%d, %d staged parts in %.2f ms",
+            piece.key.transfer_id, piece.piece, piece.first_token, piece.end_token, ended.num_parts, ended.took_s * 1e3,
+        )  # fmt: skip
+        # No fence: nothing has read the blocks since they were packed, and the pack was over before they were taken, or
+        # the request was poisoned then.
+        actions = self._producer.on_written(
+            piece.key, piece.piece, ended.num_bytes, ended.digests, now_s,
+            num_writes=ended.num_parts, staged_blocks=ended.num_blocks,
+        )  # fmt: skip
+        self._run(actions, now_s)
+
+    def _count_failure(self, piece: WritePiece, error: str) -> None:
+        if error == "stopped":
+            return  # the transfer had ended before
+        self._counters.add("writes_failed")
+        _log.warning("kvpush: a write of transfer %s failed: %s", piece.key.transfer_id, error)
+
+    def _count_landed(self, piece: WritePiece, num_bytes: int, num_writes: int, now_s: float) -> Record | None:
+        self._counters.add("writes", amount=num_writes)
+        self._counters.add("bytes_written", amount=num_bytes)
+        record = self._records.get(piece.request_id)
+        if record is not None:
+            record.mark_last("landed", now_s)
+        return record
+
     def _on_landed(self, landed: Landed, now_s: float) -> None:
         piece = landed.piece
-        self._fence.end(piece.request_id)
         if landed.may_land:
             self._lose(piece, landed.error)
             return
         if landed.error:
-            self._counters.add("writes_failed")
-            _log.warning("kvpush: a write of transfer %s failed: %s", piece.key.transfer_id, landed.error)
+            self._count_failure(piece, landed.error)
             self._run(self._producer.on_write_failed(piece.key, piece.piece, "write_failed", now_s), now_s)
             return
-        self._counters.add("writes")
-        self._counters.add("bytes_written", amount=landed.num_bytes)
-        record = self._records.get(piece.request_id)
+        record = self._count_landed(piece, landed.num_bytes, 1, now_s)
         if record is not None:
-            record.mark_last("landed", now_s)
             record.num_runs += landed.cost.num_runs
             record.plan_s += landed.cost.plan_s
             record.post_s += landed.cost.post_s
@@ -212,7 +267,8 @@ class ProducerSide:
         # without the fence, so that the main thread never waits for a message to leave.
         with self._fence.committing(piece.request_id) as poisoned:
             actions = self._producer.on_poisoned(piece.request_id, now_s) if poisoned else []
-            actions += self._producer.on_written(piece.key, piece.piece, landed.num_bytes, landed.digest, now_s)
+            digests = [] if landed.digest is None else [landed.digest]
+            actions += self._producer.on_written(piece.key, piece.piece, landed.num_bytes, digests, now_s)
         self._run(actions, now_s)
 
     def _lose(self, piece: WritePiece, error: str) -> None:
@@ -274,14 +330,7 @@ class ProducerSide:
         groups = self._sources.table(piece.request_id)
         if send is None or answer is None or not groups:
             raise PieceRefused("the peer, the registration or the blocks are gone")
-        attempt, table = self._tables.get(piece.key, (0, None))
-        if table is None or attempt != piece.attempt:
-            table = self._writer.target_blocks(send.registration, answer.geometry)
-            self._tables[piece.key] = (piece.attempt, table)
-        digest = None
-        if self._digester is not None:
-            digest = self._digester.piece(groups[0], piece.first_token, piece.end_token)
-        self._writer.post(piece, groups[0], answer.geometry, table, digest, now_s)
+        self._pieces.post(piece, send, answer, groups[0], now_s)
 
     def _on_ended(self, ended: SendEnded, now_s: float) -> None:
         self._counters.add("sends", ended.reason or ended.state)
@@ -289,7 +338,7 @@ class ProducerSide:
         if ended.request_id is None:
             _log.warning("kvpush: registration of transfer %s refused: %s", transfer_id, ended.reason)
             return
-        self._tables.pop(ended.key, None)
+        self._pieces.forget(ended.key)
         if ended.state != "committed":
             _log.warning("kvpush: transfer %s %s: %s", transfer_id, ended.state, ended.reason)
             return

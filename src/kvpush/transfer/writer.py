@@ -10,7 +10,7 @@ import numpy as np
 
 from kvpush.plan.block_table import decode_blocks
 from kvpush.plan.geometry import CacheGeometry
-from kvpush.plan.runs import Ints, plan_runs
+from kvpush.plan.runs import Ints, Runs, plan_runs
 from kvpush.protocol.actions import WritePiece
 from kvpush.protocol.messages import PieceDigest
 from kvpush.protocol.rendezvous import Registration
@@ -23,6 +23,15 @@ class PieceRefused(Exception):
 
 class PieceLost(Exception):
     """The piece could not be posted as a whole, and bytes of it may land all the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one piece takes: its runs, and the seconds and processor seconds of finding them."""
+
+    runs: Runs
+    took_s: float
+    cpu_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +104,8 @@ class PieceWriter:
             raise PieceRefused(str(error)) from None
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def post(
-        self,
-        piece: WritePiece,
-        source: Sequence[int],
-        target: CacheGeometry,
-        target_table: Ints,
-        digest: PieceDigest | None,
-        now_s: float,
-    ) -> None:
-        """Plans and posts one piece. source: block ids of the request at P. Raises PieceRefused or PieceLost.
+    def plan(self, piece: WritePiece, source: Sequence[int], target: CacheGeometry, target_table: Ints) -> Plan:
+        """The runs of one piece. source: block ids of the request at P. Raises PieceRefused.
 
         Whole blocks travel: how a backend arranges the tokens inside a block is its own business (vLLM's CPU attention
         packs the keys of a block), so bytes of single tokens mean nothing by themselves. The slots behind the last
@@ -116,15 +117,24 @@ class PieceWriter:
                 raise ValueError(f"block sizes differ: {self._cache.block_size} here, {target.block_size} there")
             start_s, start_cpu_s = time.perf_counter(), time.thread_time()
             runs = plan_runs(self._cache, source, target, target_table, first, end)
-            planned_s = time.perf_counter()
-            handle = self._transport.write(piece.agent, runs, self._cache.device, target.device, b"")
+        except ValueError as error:
+            raise PieceRefused(str(error)) from None
+        return Plan(runs, time.perf_counter() - start_s, time.thread_time() - start_cpu_s)
+
+    def post(
+        self, piece: WritePiece, plan: Plan, target: CacheGeometry, digest: PieceDigest | None, now_s: float
+    ) -> None:
+        """Posts one piece. Raises PieceRefused or PieceLost."""
+        start_s, start_cpu_s = time.perf_counter(), time.thread_time()
+        try:
+            handle = self._transport.write(piece.agent, plan.runs, self._cache.device, target.device, b"")
         except TransportError as error:
             raise (PieceLost if error.may_land else PieceRefused)(str(error)) from None
         except ValueError as error:
             raise PieceRefused(str(error)) from None
-        cpu_s = time.thread_time() - start_cpu_s
-        cost = PieceCost(len(runs), planned_s - start_s, time.perf_counter() - planned_s, cpu_s)
-        self._in_flight.append(_InFlight(piece, handle, runs.num_bytes, digest, cost, now_s))
+        cpu_s = plan.cpu_s + time.thread_time() - start_cpu_s
+        cost = PieceCost(len(plan.runs), plan.took_s, time.perf_counter() - start_s, cpu_s)
+        self._in_flight.append(_InFlight(piece, handle, plan.runs.num_bytes, digest, cost, now_s))
 
     def poll(self, now_s: float) -> list[Landed]:
         """The pieces that have ended since the last call; their handles are released."""

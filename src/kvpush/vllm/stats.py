@@ -15,6 +15,8 @@ COUNTERS = {
     "writes_failed": "Writes that have failed",
     "writes_refused": "Writes that could not be posted",
     "writes_lost": "Failed writes of which bytes may still land",
+    "pieces": "Pieces sent on their way, by path",
+    "parts": "Staged parts that have arrived in a slot here, by what was done with them",
     "sends": "Transfers that ended at this engine as producer, by outcome",
     "receives": "Transfers received by this engine",
     "loads_failed": "Transfers that did not arrive, by reason",

@@ -227,7 +227,7 @@ class Stage:
         """A piece has been written: 10 bytes a token."""
         self.writes.remove(post)
         piece = post.piece
-        proof = None if digest is None else PieceDigest(piece.first_token, piece.end_token, digest)
+        proof = [] if digest is None else [PieceDigest(piece.first_token, piece.end_token, digest)]
         size = 10 * (piece.end_token - piece.first_token)
         self.do(post.rank, post.rank.machine.on_written(piece.key, piece.piece, size, proof, self.now_s))
 

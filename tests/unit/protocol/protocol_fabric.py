@@ -156,11 +156,14 @@ class Fabric:
         if node.stopped_until_s > self.world.now_s:
             self.world.later(node.stopped_until_s - self.world.now_s + 0.001, lambda: self.written(write))
         elif write.good:
-            digest = None
+            digests = []
             if int(action.key.transfer_id[1:]) % 2:
-                digest = PieceDigest(action.first_token, action.end_token, b"d" * 16)
+                digests.append(PieceDigest(action.first_token, action.end_token, b"d" * 16))
             size = 10 * (action.end_token - action.first_token)
-            self.do(node, node.producer.on_written(action.key, action.piece, size, digest, self.world.now_s))
+            self.do(
+                node,
+                node.producer.on_written(action.key, action.piece, size, digests, self.world.now_s),
+            )
         else:
             self.do(node, node.producer.on_write_failed(action.key, action.piece, "write_failed", self.world.now_s))
 

@@ -38,7 +38,7 @@ from kvpush.protocol.send import MAX_STREAMED_PIECES
 pytestmark = pytest.mark.unit
 
 KEY = SendKey(TransferId("t"), 0)
-HEADER = b"kvp\x01"
+HEADER = b"kvp" + bytes([wire.VERSION])
 REGISTER = Register(KEY, 1, PROMPT, 0, [b"\x00"], address())
 
 
@@ -134,7 +134,7 @@ def test_deep_nesting_is_refused() -> None:
         (b"kv", "magic"),
         (b"xyz\x01", "magic"),
         (b"kvp", "version missing"),
-        (b"kvp\x02" + encode(REGISTER)[4:], "version 2, this side speaks 1"),
+        (b"kvp\x01" + encode(REGISTER)[4:], "version 1, this side speaks 2"),
         (b"kvp\x00", "version 0"),
         (HEADER, "truncated"),
         (HEADER + msgspec.msgpack.encode({"t": "steal", "key": ["t", 0]}), "steal"),

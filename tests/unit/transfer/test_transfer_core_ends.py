@@ -50,6 +50,7 @@ def test_after_a_preemption_p_goes_on_from_what_has_landed() -> None:
     assert world["P"].core.counters.get("preemptions") == 1
 
 
+@pytest.mark.paths("direct")
 def test_blocks_that_are_preempted_while_they_are_read_never_commit() -> None:
     world = World("P", "D", faults=SLOW)
     sent, received = _streaming(world)
@@ -65,6 +66,7 @@ def test_blocks_that_are_preempted_while_they_are_read_never_commit() -> None:
     assert world["P"].core.counters.get("preemptions", "poisoned") == 1
 
 
+@pytest.mark.paths("direct")
 @pytest.mark.parametrize("told", ["before it looks", "after it looked"])
 def test_a_preemption_between_the_last_byte_and_its_discovery_commits_nothing(told: str) -> None:
     """The write has landed, but P's thread has not looked yet when the main thread poisons the request."""
@@ -87,6 +89,7 @@ def test_a_preemption_between_the_last_byte_and_its_discovery_commits_nothing(to
     world.check_idle()
 
 
+@pytest.mark.paths("direct")
 def test_a_second_consumer_survives_the_poisoning_of_the_first() -> None:
     world = World("P", "D")
     world.fabric.set_faults(SLOW, "P-0", "D-0")
@@ -170,6 +173,7 @@ def test_preempting_a_request_that_p_has_never_heard_of_leaves_nothing_behind() 
 # Aborts
 
 
+@pytest.mark.paths("direct")
 @pytest.mark.parametrize("when", ["before blocks", "between chunks", "while writing", "after the last chunk"])
 def test_an_abort_at_p_reaches_d_at_once(when: str) -> None:
     world = World("P", "D", faults=SLOW if when == "while writing" else None)
@@ -188,6 +192,7 @@ def test_an_abort_at_p_reaches_d_at_once(when: str) -> None:
     _both_end(world, sent, received)
 
 
+@pytest.mark.paths("direct")
 @pytest.mark.parametrize("when", ["not registered yet", "before p", "before blocks", "while writing", "received"])
 def test_an_abort_at_d_gives_memory_back_when_nobody_writes(when: str) -> None:
     world = World("P", "D", faults=SLOW if when == "while writing" else None)
@@ -308,6 +313,7 @@ def test_a_load_whose_blocks_cannot_be_told_fails_and_ends(blocks: commands.Bloc
     world.check_idle()
 
 
+@pytest.mark.paths("direct")
 def test_blocks_that_d_does_not_have_are_refused_by_p() -> None:
     world = World("P", "D")
     received = world.fetch("D", "t", 8)

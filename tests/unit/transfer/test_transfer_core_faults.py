@@ -34,6 +34,7 @@ def _deliver(world: World, transfer: str, num_tokens: int = 8) -> None:
 # P goes
 
 
+@pytest.mark.paths("direct")
 def test_a_dead_producer_is_proven_gone_soon_and_its_memory_comes_back() -> None:
     world = World("P", "D", faults=SLOW)
     _, received = _writing(world)
@@ -55,6 +56,7 @@ def test_a_broken_connection_is_reason_enough_to_ask_for_proof() -> None:
     world.check_idle("D")
 
 
+@pytest.mark.paths("direct")
 def test_a_stopped_producer_keeps_memory_in_quarantine_until_it_goes_on() -> None:
     world = World("P", "D", faults=SLOW)
     _, received = _writing(world)
@@ -73,6 +75,7 @@ def test_a_stopped_producer_keeps_memory_in_quarantine_until_it_goes_on() -> Non
     world.check_idle("D")
 
 
+@pytest.mark.paths("direct")
 def test_a_stopped_producer_that_is_killed_sets_quarantined_memory_free() -> None:
     world = World("P", "D", faults=SLOW)
     _, received = _writing(world)
@@ -85,6 +88,7 @@ def test_a_stopped_producer_that_is_killed_sets_quarantined_memory_free() -> Non
     world.check_idle("D")
 
 
+@pytest.mark.paths("direct")
 def test_a_producer_that_restarts_serves_new_requests_and_proves_the_old_ones_dead() -> None:
     world = World("P", "D", faults=SLOW)
     _, received = _writing(world)
@@ -159,6 +163,7 @@ def test_a_cut_that_both_notice_ends_the_transfer_on_both_sides() -> None:
     _deliver(world, "again")
 
 
+@pytest.mark.paths("direct")
 def test_a_silent_cut_is_found_by_time_and_memory_waits_for_its_end() -> None:
     world = World("P", "D", faults=SLOW)
     sent, received = _writing(world)

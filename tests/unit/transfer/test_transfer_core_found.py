@@ -8,6 +8,7 @@ from transfer_world import TIMING, Faults, World
 pytestmark = pytest.mark.unit
 
 
+@pytest.mark.paths("direct")
 def test_a_registration_that_leaves_in_the_round_that_gives_it_up_is_cancelled() -> None:
     """D is stopped while its registration waits for P's first sign of life. When it goes on, the same round finds that
     sign, lets the registration leave, and finds P silent for too long. Its memory was free then, and P wrote to it."""

@@ -32,6 +32,7 @@ def _deliver(world: World, transfer: str, num_tokens: int = 8) -> None:
     world.until(lambda: received.ended == ["Received"] and sent.ended == ["Sent"], 10, step_s=0.005)
 
 
+@pytest.mark.paths("direct")
 @pytest.mark.parametrize("at", ["post", "write"])
 def test_a_write_that_fails_fails_its_transfer_and_no_other(at: str) -> None:
     world = World("P", "D")
@@ -48,6 +49,7 @@ def test_a_write_that_fails_fails_its_transfer_and_no_other(at: str) -> None:
     world.check_idle()
 
 
+@pytest.mark.paths("direct")
 def test_one_of_two_writes_fails_and_the_other_is_awaited() -> None:
     world = World("P", "D", faults=SLOW)
     received = world.fetch("D", "t", 16)
@@ -64,6 +66,7 @@ def test_one_of_two_writes_fails_and_the_other_is_awaited() -> None:
     world.check_idle()
 
 
+@pytest.mark.paths("direct")
 def test_a_failed_write_of_which_bytes_may_still_land_is_never_called_quiet() -> None:
     world = World("P", "D", faults=SLOW)
     world["P"].transport.fail_next_write(may_land=True)
@@ -79,6 +82,7 @@ def test_a_failed_write_of_which_bytes_may_still_land_is_never_called_quiet() ->
     world.check_idle("D")
 
 
+@pytest.mark.paths("direct")
 def test_p_forgets_a_lost_write_when_its_target_is_gone() -> None:
     world = World("P", "D", faults=SLOW)
     world["P"].transport.fail_next_write(may_land=True)
@@ -91,6 +95,7 @@ def test_p_forgets_a_lost_write_when_its_target_is_gone() -> None:
     world.check_idle("P")
 
 
+@pytest.mark.paths("direct")
 def test_a_request_with_a_lost_write_can_be_preempted_and_computed_again() -> None:
     """What its other consumers get must be of the new blocks, not of those that were there before."""
     world = World("P", "D", "E", faults=SLOW)
@@ -110,6 +115,7 @@ def test_a_request_with_a_lost_write_can_be_preempted_and_computed_again() -> No
     world.until(lambda: second.ended == ["Received"], 3)
 
 
+@pytest.mark.paths("direct")
 def test_a_post_of_which_bytes_may_land_is_lost_too(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World("P", "D")
     received = world.fetch("D", "t", 8)
@@ -132,6 +138,7 @@ def test_a_post_of_which_bytes_may_land_is_lost_too(monkeypatch: pytest.MonkeyPa
 # Bytes that are wrong
 
 
+@pytest.mark.paths("direct")
 def test_a_byte_that_changed_on_the_way_is_found_by_integrity() -> None:
     world = World("P", "D", integrity=True, faults=SLOW)
     _, received = _writing(world)

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from transfer_world import BLOCK, LAYERS, SLOT, World, identity
 
 from kvpush.plan.block_table import encode_blocks
+from kvpush.plan.geometry import CacheGeometry
+from kvpush.plan.runs import Ints
 from kvpush.protocol.actions import WritePiece
 from kvpush.protocol.ids import AgentName, PeerAddress, RequestId, SendKey, TransferId
 from kvpush.protocol.registration import Registration
@@ -16,12 +18,18 @@ from kvpush.transfer.integrity import Digester
 from kvpush.transfer.writer import PieceLost, PieceRefused, PieceWriter, whole_blocks
 from kvpush.transport.base import TransportError
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.paths("direct")]
 KEY = SendKey(TransferId("t"), 0)
 
 
 def _piece(first: int, end: int) -> WritePiece:
     return WritePiece(KEY, 1, 1, RequestId("r"), AgentName("D-0"), first, end)
+
+
+def _post(
+    writer: PieceWriter, piece: WritePiece, source: list[int], target: CacheGeometry, table: Ints, now_s: float
+) -> None:
+    writer.post(piece, writer.plan(piece, source, target, table), target, None, now_s)
 
 
 def _registration(*groups: tuple[bytes, ...]) -> Registration:
@@ -64,7 +72,7 @@ def test_a_piece_lands_in_whole_blocks_and_nowhere_else(world: World, writer: Pi
     p, d = world["P"], world["D"]
     p.memory[:] = np.random.default_rng(0).integers(1, 255, p.memory.shape, dtype=np.uint8)
     source, target = [9, 3, 4, 20], np.array([7, 8, 2, 30])
-    writer.post(_piece(BLOCK, 3 * BLOCK - 1), source, d.geometry, target, None, 1.0)
+    _post(writer, _piece(BLOCK, 3 * BLOCK - 1), source, d.geometry, target, 1.0)
     assert len(writer) == 1
     landed = []
     while not landed:
@@ -120,7 +128,7 @@ def test_pieces_that_do_not_fit_are_refused(
     world: World, writer: PieceWriter, first: int, end: int, source: list[int], target: list[int], complaint: str
 ) -> None:
     with pytest.raises(PieceRefused, match=complaint):
-        writer.post(_piece(first, end), source, world["D"].geometry, np.array(target), None, 0.0)
+        _post(writer, _piece(first, end), source, world["D"].geometry, np.array(target), 0.0)
     assert len(writer) == 0
 
 
@@ -136,13 +144,13 @@ def test_geometries_that_do_not_fit_are_refused(world: World, writer: PieceWrite
     ):
         target = msgspec.structs.replace(theirs, **changes)
         with pytest.raises(PieceRefused, match=complaint):
-            writer.post(_piece(0, 4), [1], target, np.array([1]), None, 0.0)
+            _post(writer, _piece(0, 4), [1], target, np.array([1]), 0.0)
 
 
 def test_what_the_transport_refuses_is_refused(world: World, writer: PieceWriter) -> None:
     world["P"].transport.disconnect("D-0")
     with pytest.raises(PieceRefused, match="not connected"):
-        writer.post(_piece(0, 4), [1], world["D"].geometry, np.array([1]), None, 0.0)
+        _post(writer, _piece(0, 4), [1], world["D"].geometry, np.array([1]), 0.0)
 
 
 @pytest.mark.parametrize("may_land", [False, True])
@@ -154,14 +162,14 @@ def test_a_post_that_fails_says_whether_bytes_may_land(
 
     monkeypatch.setattr(world["P"].transport, "write", write)
     with pytest.raises(PieceLost if may_land else PieceRefused, match="broke"):
-        writer.post(_piece(0, 4), [1], world["D"].geometry, np.array([1]), None, 0.0)
+        _post(writer, _piece(0, 4), [1], world["D"].geometry, np.array([1]), 0.0)
 
 
 @pytest.mark.parametrize("may_land", [False, True])
 def test_a_write_that_fails_ends_with_its_reason(world: World, writer: PieceWriter, may_land: bool) -> None:
     world["P"].transport.fail_next_write(may_land=may_land)
-    writer.post(_piece(0, 4), [1], world["D"].geometry, np.array([1]), None, 0.0)
-    writer.post(_piece(4, 8), [1, 2], world["D"].geometry, np.array([1, 2]), None, 0.0)
+    _post(writer, _piece(0, 4), [1], world["D"].geometry, np.array([1]), 0.0)
+    _post(writer, _piece(4, 8), [1, 2], world["D"].geometry, np.array([1, 2]), 0.0)
     world.fabric.advance(1.0)
     failed, landed = writer.poll(1.0)
     assert failed.error
@@ -175,7 +183,7 @@ def test_every_handle_is_given_back(world: World, writer: PieceWriter, monkeypat
     monkeypatch.setattr(world["P"].transport, "release", given_back.append)
     world["P"].transport.fail_next_write()
     for i in range(3):
-        writer.post(_piece(4 * i, 4 * i + 4), [1, 2, 3], world["D"].geometry, np.array([1, 2, 3]), None, 0.0)
+        _post(writer, _piece(4 * i, 4 * i + 4), [1, 2, 3], world["D"].geometry, np.array([1, 2, 3]), 0.0)
     world.fabric.advance(1.0)
     assert len(writer.poll(1.0)) == len(given_back) == 3
 

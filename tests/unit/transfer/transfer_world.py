@@ -14,21 +14,28 @@ from zlib import crc32
 import numpy as np
 
 from kvpush.plan.geometry import CacheGeometry
+from kvpush.plan.paths import Path, PathCosts
 from kvpush.protocol.ids import AgentName, PeerAddress, RequestId, SendKey, TransferId
 from kvpush.protocol.prompt import PromptIdentity, prompt_identity
 from kvpush.protocol.timing import Timing
+from kvpush.sim.packing import ArrayPacker
 from kvpush.transfer import commands
 from kvpush.transfer.core import CoreConfig, TransferCore
 from kvpush.transfer.dialer import Answer, Dialed
 from kvpush.transfer.fence import Fence
+from kvpush.transfer.pieces import PathConfig
 from kvpush.transfer.results import LoadFailed, Received, Released, Sent
 from kvpush.transfer.sidechannel import ProcessIdentity
 from kvpush.transfer.sources import PASSED, Event
+from kvpush.transfer.staging import Staging, StagingArea
 from kvpush.transport.base import Region
 from kvpush.transport.memory import Faults, MemoryFabric, MemoryTransport
 
 LAYERS, HEADS, BLOCK, WIDTH = 2, 2, 4, 8
 SLOT = HEADS * WIDTH
+NUM_SLOTS = 3
+COSTS = PathCosts(1e-3, 1e9, 1e-4, 1e9, 1e-3)
+"""Two runs are better packed."""
 TIMING = Timing(
     rendezvous_timeout_s=3.0,
     unclaimed_timeout_s=5.0,
@@ -85,7 +92,16 @@ class Engine:
     """One rank. `host` is its name; each life has an incarnation."""
 
     def __init__(
-        self, world: World, host: str, life: int, num_blocks: int, *, integrity: bool, stream: bool, fingerprint: str
+        self,
+        world: World,
+        host: str,
+        life: int,
+        num_blocks: int,
+        *,
+        integrity: bool,
+        stream: bool,
+        fingerprint: str,
+        path: Path,
     ) -> None:
         self.world, self.host, self.fingerprint = world, host, fingerprint
         self.engine_id = f"engine-{host}-{life}"
@@ -110,12 +126,14 @@ class Engine:
         self.transport.register([Region(base, self.memory.nbytes)])
         self.base = base
         self.fence = Fence()
+        self.staging = None if path == "direct" else self._staging()
         config = CoreConfig(
             sender=self.address,
             cache=self.geometry,
             timing=TIMING,
             reader=self if integrity else None,
             stream=stream,
+            paths=PathConfig(path, COSTS, self.staging),
         )
         self.dialer = Dialing(world)
         self.prover = Proving(world)
@@ -126,11 +144,23 @@ class Engine:
     @property
     def answer(self) -> Answer:
         process = ProcessIdentity(host_id=self.host, pid=1, pid_start=1)
-        return Answer(self.engine_id, self.agent, self.transport.metadata(), self.geometry, process)
+        area = None if self.staging is None else self.staging.receive
+        return Answer(self.engine_id, self.agent, self.transport.metadata(), self.geometry, process, area)
 
     @property
     def running(self) -> bool:
         return self.world.fabric.state(self.agent) == "running"
+
+    def _staging(self) -> Staging:
+        """Slots of two blocks each: most pieces need more than one."""
+        size = 2 * LAYERS * BLOCK * SLOT
+        memory = np.zeros(2 * NUM_SLOTS * size, np.uint8)
+        address = self.transport.map(memory)
+        self.transport.register([Region(address, memory.nbytes)])
+        pages = self.memory.reshape(LAYERS, -1, BLOCK * SLOT)
+        packer = ArrayPacker(self.world.fabric, self.agent, pages, memory, address, self.world.copy_s)
+        send = StagingArea(address, size, NUM_SLOTS)
+        return Staging(packer, send, StagingArea(address + NUM_SLOTS * size, size, NUM_SLOTS))
 
     # The cache
 
@@ -232,7 +262,12 @@ class Proving:
 
 
 class World:
-    """A fabric, engines, and the time. Engines are called by their host: `world["P"]`."""
+    """A fabric, engines, and the time. Engines are called by their host: `world["P"]`.
+
+    path: how pieces travel, unless a start says otherwise; tests run with each.
+    """
+
+    path: Path = "direct"
 
     def __init__(self, *hosts: str, seed: int = 0, faults: Faults | None = None, **options: object) -> None:
         self.fabric = MemoryFabric(seed, faults)
@@ -241,6 +276,7 @@ class World:
         self.past: list[Engine] = []
         self.dial_s = 0.002
         self.num_landed = 0
+        self.copy_s = (1e-5, 1e-4)
         for host in hosts:
             self.start(host, **options)
 
@@ -259,6 +295,7 @@ class World:
         integrity: bool = False,
         stream: bool = True,
         fingerprint: str = "same",
+        path: Path | None = None,
     ) -> Engine:
         """Starts an engine, or its next life: then whatever lived there before must be dead."""
         if host in self.engines:
@@ -266,8 +303,9 @@ class World:
             self.past.append(self.engines[host])
         life = sum(engine.host == host for engine in self.past)
         self.engines[host] = Engine(
-            self, host, life, num_blocks, integrity=integrity, stream=stream, fingerprint=fingerprint
-        )
+            self, host, life, num_blocks, integrity=integrity, stream=stream, fingerprint=fingerprint,
+            path=path or self.path,
+        )  # fmt: skip
         return self.engines[host]
 
     def run(self, duration_s: float = 0.05, step_s: float = 0.0005) -> None:
@@ -379,6 +417,16 @@ class World:
         """Every byte must land in a block that is held for a load, behind what that load has already."""
         self.num_landed += length
         engine = next(e for e in [*self.engines.values(), *self.past] if e.agent == target)
+        area = None if engine.staging is None else engine.staging.receive
+        if area is not None and area.address <= address < area.address + area.num_bytes:
+            slots = {
+                (address - area.address) // area.slot_bytes,
+                (address + length - 1 - area.address) // area.slot_bytes,
+            }
+            unstager = engine.core._consumer_side._unstager
+            assert unstager is not None
+            assert all(unstager.leases.holds(AgentName(writer), slot) for slot in slots)
+            return
         layer_bytes = engine.memory[0].nbytes
         for byte in (address - engine.base, address - engine.base + length - 1):
             block = byte % layer_bytes // (BLOCK * SLOT)
@@ -398,7 +446,7 @@ class World:
             assert not any(engine.core.levels.values()), engine.core.levels
             assert engine.core.counters.total("protocol_errors") == 0
             producer_side, consumer_side = engine.core._producer_side, engine.core._consumer_side
-            kept = [producer_side._tables, producer_side._offered, producer_side._lost]
+            kept = [producer_side._pieces._tables, producer_side._offered, producer_side._lost]
             assert not any([*kept, consumer_side._fetches, consumer_side._engine_ids])
             assert len(engine.core.records) == 0
             for request in engine.requests.values():

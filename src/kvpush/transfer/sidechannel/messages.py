@@ -46,8 +46,9 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One worker process of an engine.
 
     agent: its name in the transport, unique per incarnation. metadata: what the transport needs to reach its memory.
-    geometry: its paged KV cache, opaque here. host_id, pid, pid_start: its process. The host is the rank's own and not
-    the engine's, because an engine's ranks may run on several machines.
+    geometry: its paged KV cache; staging: its staging slots, empty if it has none; both opaque here. host_id, pid,
+    pid_start: its process. The host is the rank's own and not the engine's, because an engine's ranks may run on
+    several machines.
     """
 
     pp_rank: RankNumber
@@ -58,6 +59,7 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     pid: Pid
     pid_start: Ticks
     host_id: Text
+    staging: Annotated[bytes, msgspec.Meta(max_length=256)] = b""
 
     @property
     def process(self) -> ProcessIdentity:

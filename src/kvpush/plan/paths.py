@@ -1,0 +1,40 @@
+"""Which path a piece takes: straight into D's blocks, or packed, through a staging slot. By what each would cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Path = Literal["auto", "direct", "staged"]
+
+
+@dataclass(frozen=True, slots=True)
+class PathCosts:
+    """What moving bytes takes, in seconds and bytes per second.
+
+    per_run_s: for each contiguous run of a direct write. direct_bytes_per_s: beyond that. per_part_s: for each slot
+    that a staged piece fills (pack, write, unpack, credit, as far as they do not overlap). staged_bytes_per_s: its
+    rate. staged_s: what a staged piece takes once, whatever its size: the way through pack, slot, unpack and credit.
+    """
+
+    per_run_s: float
+    direct_bytes_per_s: float
+    per_part_s: float
+    staged_bytes_per_s: float
+    staged_s: float
+
+    def direct(self, num_runs: int, num_bytes: int) -> float:
+        """Seconds of a direct write of so many runs."""
+        return num_runs * self.per_run_s + num_bytes / self.direct_bytes_per_s
+
+    def staged(self, num_bytes: int, num_parts: int, queued_bytes: int) -> float:
+        """Seconds until a staged piece is unpacked. queued_bytes: what has to be packed before it."""
+        parts_s = num_parts * self.per_part_s
+        return self.staged_s + parts_s + (num_bytes + queued_bytes) / self.staged_bytes_per_s
+
+
+GPU_COSTS = PathCosts(3.4e-6, 280e9, 1.5e-4, 150e9, 5e-4)
+"""NVLink or a fast network, 4 NIXL threads (bench/results, transfer/h200)."""
+
+CPU_COSTS = PathCosts(1.0e-6, 6e9, 5e-5, 2e9, 1e-3)
+"""One host, copies by processors (bench/results, transfer/cpu)."""
