@@ -58,7 +58,9 @@ def run(engines: tuple[Engine, Engine]) -> Callable[..., None]:
     def runner(test: Callable[[aiohttp.ClientSession], Awaitable[None]], free_within_s: float = 15.0) -> None:
         async def whole() -> None:
             timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
-            async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+            # vLLM closes idle connections after 5 s; on busy cores a request can meet one that is just being closed.
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
+            async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
                 await test(session)
                 await wait_until_free(session, engines, free_within_s)
 

@@ -163,7 +163,9 @@ class _Demo:
 
     async def _all_questions(self) -> list[Result]:
         results = []
-        async with aiohttp.ClientSession(trust_env=False) as session:
+        # Engines close idle connections after 5 s; on busy cores a question could meet one that is just being closed.
+        connector = aiohttp.TCPConnector(force_close=True)
+        async with aiohttp.ClientSession(trust_env=False, connector=connector) as session:
             for number, question in enumerate(QUESTIONS, 1):
                 self.view.question(number, question)
                 result = await self._guarded(self._one(session, question))
