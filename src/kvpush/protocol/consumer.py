@@ -181,8 +181,17 @@ class Consumer:
                 actions += self._receives.restart(receive, address, now_s)
         return actions
 
+    def on_dead(self, agent: AgentName, now_s: float) -> list[Action]:
+        """An incarnation's process is proven gone: it delivers nothing. What it had sent may land until `on_gone`."""
+        actions: list[Action] = []
+        for receive in self._receives.all():
+            address = receive.writers.get(agent)
+            if address is not None and receive.active and address in receive.ranks.pending:
+                actions += self._receives.fail(receive, "peer_gone", now_s)
+        return actions
+
     def on_gone(self, agent: AgentName, now_s: float) -> list[Action]:
-        """Positive proof that an incarnation does not exist any more: it writes nothing."""
+        """Proof that nothing of an incarnation lands any more: its process is gone, and its connection has ended."""
         actions: list[Action] = []
         for receive in self._receives.all():
             address = receive.writers.get(agent)

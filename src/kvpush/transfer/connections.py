@@ -111,6 +111,7 @@ class Connections:
         self._needs = needs
         self._hello = hello
         self._heard: set[AgentName] = set()
+        self._lingering: set[AgentName] = set()  # dropped, but still connected for the transport
         self._held: dict[AgentName, list[tuple[PeerAddress, Message]]] = {}  # registrations for who was not heard yet
         self._by_address: dict[PeerAddress, Answer] = {}
         self._by_agent: dict[AgentName, Answer] = {}
@@ -189,6 +190,10 @@ class Connections:
         for agent, held in list(self._held.items()):
             if not all(self._wants_sent(message) for _, message in held):
                 self._send_held(agent)
+        for agent in [agent for agent in self._lingering if not self._needs(agent)]:
+            self._lingering.discard(agent)
+            if agent not in self._by_agent:
+                self._transport.disconnect(agent)
 
     def drop(self, agent: AgentName, reason: str) -> None:
         """Forgets a connection, so that the next use makes a new one."""
@@ -201,7 +206,10 @@ class Connections:
         self._heard.discard(agent)
         held = self._held.pop(agent, ())
         self._events += [Undelivered(address, message, "disconnected") for address, message in held]
-        self._transport.disconnect(agent)
+        if self._needs(agent):
+            self._lingering.add(agent)  # it may still write here: whether its connection has ended must be seen
+        else:
+            self._transport.disconnect(agent)
         self._counters.add("disconnects", reason.split(":")[0])
         where = ", ".join(str(address) for address in addresses)
         _log.warning("kvpush: connection to %s (%s) dropped: %s", where, agent, reason)

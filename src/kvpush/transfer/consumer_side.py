@@ -127,6 +127,9 @@ class ConsumerSide:
     def tick(self, now_s: float) -> None:
         self._run(self._consumer.on_tick(now_s), now_s)
 
+    def dead(self, agent: AgentName, now_s: float) -> None:
+        self._run(self._consumer.on_dead(agent, now_s), now_s)
+
     def gone(self, agent: AgentName, now_s: float) -> None:
         if self._unstager is not None:
             self._unstager.gone(agent)

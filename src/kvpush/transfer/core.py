@@ -15,7 +15,7 @@ from kvpush.plan.geometry import CacheGeometry
 from kvpush.protocol.consumer import Consumer
 from kvpush.protocol.errors import ProtocolError
 from kvpush.protocol.ids import AgentName, PeerAddress
-from kvpush.protocol.messages import MalformedMessage, Ping, ToProducer, decode
+from kvpush.protocol.messages import MalformedMessage, Ping, ToProducer, decode, encode
 from kvpush.protocol.producer import Producer
 from kvpush.protocol.timing import Timing
 from kvpush.transfer import commands
@@ -23,6 +23,7 @@ from kvpush.transfer.connections import Connections
 from kvpush.transfer.consumer_side import ConsumerSide
 from kvpush.transfer.counters import Counters
 from kvpush.transfer.dialer import Dialer
+from kvpush.transfer.endings import Endings
 from kvpush.transfer.fence import Fence
 from kvpush.transfer.integrity import CacheReader, Digester
 from kvpush.transfer.pieces import DIRECT, PathConfig
@@ -78,6 +79,7 @@ class TransferCore:
         consumer = Consumer(config.timing, config.sender)
         hello = Ping(0, config.sender)  # the protocol's own pings count from 1
         self._connections = Connections(transport, dialer, self.counters, consumer.wants_sent, self._needs, hello)
+        self._endings = Endings(transport, encode(hello))
         self._producer_side = ProducerSide(
             producer, config.cache, transport, self._connections, fence, digester, config.paths, self.counters,
             self.records, self._results,
@@ -180,9 +182,12 @@ class TransferCore:
     def _seek_proof(self, now_s: float) -> None:
         """Whoever may still write, and does not answer, may be gone for good; only proof of that sets memory free."""
         for agent in self._prover.take():
-            self._consumer_side.gone(agent, now_s)
-            self._producer_side.gone(agent, now_s)
+            self._producer_side.gone(agent, now_s)  # its memory is gone with it
+            self._consumer_side.dead(agent, now_s)
             self._connections.drop(agent, "gone: its process has ended")
+            self._endings.add(agent)
+        for agent in self._endings.take(now_s):
+            self._consumer_side.gone(agent, now_s)
         suspects = self._consumer_side.suspects | self._producer_side.suspects
         self._asked_s = {agent: asked_s for agent, asked_s in self._asked_s.items() if agent in suspects}
         for agent in suspects:

@@ -83,6 +83,11 @@ class Transport(Protocol):
         """
         ...
 
+    def connected(self, peer: str) -> bool:
+        """False from `disconnect` on, and once the connection has been found dead: then nothing more of the peer lands
+        here that it had sent before. Only using a connection finds out; one that is not used seems to live."""
+        ...
+
     def write(
         self, peer: str, runs: Runs, device: int | None, peer_device: int | None, notification: bytes
     ) -> WriteHandle:

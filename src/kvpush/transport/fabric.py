@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Literal
 
@@ -41,6 +42,7 @@ class _Process:
 
     agent: MemoryTransport
     state: Literal["running", "stopped", "killed"] = "running"
+    lingers: bool = False  # killed, but what it had sent is still on its way
     held: list[Action] = field(default_factory=list)  # its own steps that came due while it was stopped
 
 
@@ -140,7 +142,13 @@ class MemoryFabric:
         """Ends a cut: writes that wait go on. Agents that have lost each other must connect again."""
         cut = self._cuts.pop(frozenset((a, b)), None)
         for writer, action in cut.held if cut is not None else []:
-            self.after(self.draw_s(self.faults(a, b).message_delay_s), action, writer)
+            owner = None if self._processes[writer].lingers else writer
+            self.after(self.draw_s(self.faults(a, b).message_delay_s), action, owner)
+        for dead, other in ((a, b), (b, a)):
+            if dead in self._processes and self._processes[dead].lingers:
+                # The end of a connection comes behind what was sent over it.
+                longest_s = self.faults(a, b).message_delay_s[1]
+                self.after(longest_s, partial(self.notice, other, dead))
 
     def is_cut(self, a: str, b: str) -> bool:
         return frozenset((a, b)) in self._cuts
@@ -160,7 +168,8 @@ class MemoryFabric:
 
         def learn() -> None:
             cut = self._cuts.get(frozenset((writer, target)))
-            if self.state(target) == "killed" or (cut is not None and cut.noticed_by_writers):
+            hidden = self._processes[target].lingers and cut is not None and not cut.noticed_by_writers
+            if not hidden and (self.state(target) == "killed" or (cut is not None and cut.noticed_by_writers)):
                 process.agent.lose(target)
 
         self.after(self.draw_s(self.faults(writer, target).notice_s), learn, writer)
@@ -189,14 +198,20 @@ class MemoryFabric:
         for action in held:
             self.after(self.draw_s(self.faults(agent, agent).message_delay_s), action, agent)
 
-    def kill(self, agent: str) -> None:
-        """SIGKILL: nothing of it lands any more; writers to it learn of it after `notice_s`."""
+    def kill(self, agent: str, *, lingers: bool = False) -> None:
+        """SIGKILL: nothing of it lands any more; writers to it learn of it after `notice_s`.
+
+        lingers: what waits at a cut had been handed to the kernel, which sends it when the link is healed, and whoever
+        is behind the cut learns of the end after that.
+        """
         process = self._processes[agent]
         process.state = "killed"
+        process.lingers = lingers
         process.held.clear()
-        for cut in self._cuts.values():
-            cut.held = [(writer, action) for writer, action in cut.held if writer != agent]
-        self._mappings = [m for m in self._mappings if m.owner != agent]
+        if not lingers:
+            for cut in self._cuts.values():
+                cut.held = [(writer, action) for writer, action in cut.held if writer != agent]
+            self._mappings = [m for m in self._mappings if m.owner != agent]
         for name, other in self._processes.items():
             if name != agent and other.state != "killed":
                 self.notice(name, agent)

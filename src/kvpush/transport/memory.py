@@ -129,6 +129,10 @@ class MemoryTransport:
     def disconnect(self, peer: str) -> None:
         self._peers.pop(peer, None)
 
+    def connected(self, peer: str) -> bool:
+        found = self._peers.get(peer)
+        return found is not None and not found.lost
+
     def write(
         self, peer: str, runs: Runs, device: int | None, peer_device: int | None, notification: bytes
     ) -> MemoryWrite:

@@ -135,6 +135,9 @@ class NixlTransport:
             self._leaving.add(peer)
             self._leave_if_quiet(peer)
 
+    def connected(self, peer: str) -> bool:
+        return peer in self._metadata_of and peer not in self._leaving
+
     def write(
         self, peer: str, runs: Runs, device: int | None, peer_device: int | None, notification: bytes
     ) -> NixlWrite:
@@ -217,7 +220,7 @@ class NixlTransport:
         return self._agent
 
     def _check_connected(self, peer: str) -> None:
-        if peer not in self._metadata_of or peer in self._leaving:
+        if not self.connected(peer):
             raise TransportError(f"{peer} is not connected", peer)
 
     def _add(self, peer: str, blob: bytes) -> None:

@@ -307,6 +307,20 @@ def test_proof_before_the_silence_is_noticed_is_a_failure_and_a_release() -> Non
     assert not stage.find(Cancel)
 
 
+def test_a_dead_writer_fails_its_load_at_once_and_holds_the_memory_until_its_connection_has_ended() -> None:
+    stage = streaming()
+    [p], [d] = stage.p, stage.d
+    stage.do(d, d.machine.on_dead(AgentName("somebody else"), stage.now_s))
+    assert d.log == []
+    stage.do(d, d.machine.on_dead(p.agent, stage.now_s))
+    assert d.log == [ReportFailed(D, "peer_gone")]
+    stage.do(d, d.machine.on_dead(p.agent, stage.now_s))
+    assert d.log == [ReportFailed(D, "peer_gone")]
+    stage.do(d, d.machine.on_gone(p.agent, stage.now_s))
+    assert d.log[-1] == RELEASED
+    assert d.machine.idle
+
+
 def test_all_writers_must_be_quiet_or_gone() -> None:
     stage = Stage(p_ranks=3)
     [d] = stage.d

@@ -89,6 +89,43 @@ def test_a_stopped_producer_that_is_killed_sets_quarantined_memory_free() -> Non
 
 
 @pytest.mark.paths("direct")
+def test_what_a_dead_producer_had_sent_lands_before_its_memory_is_given_away() -> None:
+    """Its process is proven gone, but behind a cut its kernel still sends: only the connection's end frees memory."""
+    world = World("P", "D", faults=SLOW)
+    _, received = _writing(world)
+    world.fabric.cut("P-0", "D-0", noticed_by_writers=False)
+    world.run(0.5, step_s=0.01)
+    landed = world.num_landed
+    world.fabric.kill("P-0", lingers=True)
+    world.run(20, step_s=0.05)
+    assert "P-0" in world["D"].prover.asked
+    assert received.ended == ["LoadFailed"]
+    assert world.num_landed == landed
+    world.fabric.heal("P-0", "D-0")
+    world.until(lambda: received.ended == ["LoadFailed", "Released"], 5, step_s=0.005)
+    assert world.num_landed > landed
+    world.check_idle("D")
+
+
+@pytest.mark.paths("direct")
+def test_the_end_of_a_connection_is_seen_although_another_producer_has_taken_its_place() -> None:
+    world = World("P", "D", faults=SLOW)
+    _, received = _writing(world)
+    world.fabric.cut("P-0", "D-0", noticed_by_writers=False)
+    world.run(0.5, step_s=0.01)
+    world.fabric.kill("P-0", lingers=True)
+    world.start("P")
+    world.run(20, step_s=0.05)
+    _deliver(world, "new")
+    assert received.ended == ["LoadFailed"]
+    landed = world.num_landed
+    world.fabric.heal("P-0", "D-0")
+    world.until(lambda: received.ended == ["LoadFailed", "Released"], 5, step_s=0.005)
+    assert world.num_landed > landed
+    world.check_idle()
+
+
+@pytest.mark.paths("direct")
 def test_a_producer_that_restarts_serves_new_requests_and_proves_the_old_ones_dead() -> None:
     world = World("P", "D", faults=SLOW)
     _, received = _writing(world)

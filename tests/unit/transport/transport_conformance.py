@@ -178,6 +178,8 @@ class PeacefulConformance:
         rig.writer.disconnect(peer)
         rig.writer.disconnect(peer)
         rig.writer.disconnect("never seen")
+        assert not rig.writer.connected(peer)
+        assert not rig.writer.connected("never seen")
         for call in (
             lambda: rig.writer.notify(peer, b"x"),
             lambda: rig.writer.write(peer, whole(rig, 64), None, None, b"x"),
@@ -279,8 +281,10 @@ class FatalConformance:
         peer = connected(rig)
         rig.writer.notify(peer, b"hello")
         assert arrived(rig, 1)
+        assert rig.writer.connected(peer)
         rig.kill_target()
         assert raises_within(rig, lambda: rig.writer.notify(peer, b"x")).peer == peer
+        assert not rig.writer.connected(peer)
 
     def test_a_peer_returns_under_a_new_name(self, rig: Rig) -> None:
         old = connected(rig)
