@@ -19,7 +19,7 @@ MUTATIONS = [
     # The fence at D
     Mutation(
         "release memory without waiting for quiet", "protocol/receive_table.py",
-        "if not receive.fenced or receive.may_write:", "if not receive.fenced:",
+        "if not receive.fenced or receive.exposed:", "if not receive.fenced:",
     ),
     Mutation(
         "release memory when quiet stays away", "protocol/receive_table.py",
@@ -88,7 +88,7 @@ MUTATIONS = [
     ),
     Mutation(
         "let poisoned sends go on", "protocol/producer.py",
-        "if send.pieces or local.finished:\n                send.poisoned = True",
+        "if send.num_reading or local.finished:\n                send.poisoned = True",
         "if local.finished:\n                send.poisoned = True",
     ),
     Mutation(

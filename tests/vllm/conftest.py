@@ -27,26 +27,27 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 def engines(fleet: Fleet) -> tuple[Engine, Engine]:
     """(caching, plain): two kv_both engines, one with prefix caching and one without.
 
-    In float32, so that greedy text of one engine and of a pair can be compared token for token.
+    In float32, so that greedy text of one engine and of a pair can be compared token for token. What goes to the plain
+    one is staged, what goes to the caching one takes the path that is faster here, which is the direct one.
     """
     model = str(demo_model())
 
-    def spec(name: str, *extra: str) -> EngineSpec:
+    def spec(name: str, path: str, *extra: str) -> EngineSpec:
         return EngineSpec(
             model=model,
             role="both",
             name=name,
             port=free_port(),
             side_channel_port=free_port(),
-            connector_options={"integrity": "always", **BOUNDS},
+            connector_options={"integrity": "always", "path": path, **BOUNDS},
             dtype="float32",
             max_model_len=2560,
             # Short chunks: long prompts take several, and mixed batches cut them anywhere.
             extra_args=("--max-num-batched-tokens", "512", *extra),
         )
 
-    caching = fleet.engine(spec("caching", "--enable-prefix-caching"))
-    plain = fleet.engine(spec("plain", "--no-enable-prefix-caching"))
+    caching = fleet.engine(spec("caching", "auto", "--enable-prefix-caching"))
+    plain = fleet.engine(spec("plain", "staged", "--no-enable-prefix-caching"))
     fleet.wait_ready()
     return caching, plain
 

@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvpush.bench.staged_side import StagedSide
 from kvpush.bench.tables import Blocks
 from kvpush.plan.geometry import CacheGeometry
 from kvpush.plan.runs import Runs, plan_runs
+from kvpush.transfer.staging import StagingArea
 from kvpush.transport.base import Region
 from kvpush.transport.nixl import NixlTransport
 
@@ -61,6 +63,7 @@ class Introduction:
     metadata: bytes
     geometry: CacheGeometry
     single_address: int
+    area: StagingArea
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +76,13 @@ class Timing:
     started_s: float
     runs: int
     bytes: int
+    path: str
 
 
 class Side:
     """Owns the memory and the agent of one process until `close`. device: CUDA ordinal or None for host memory."""
 
-    def __init__(self, role: str, shape: CacheShape, device: int | None, threads: int) -> None:
+    def __init__(self, role: str, shape: CacheShape, device: int | None, threads: int, staging_bytes: int) -> None:
         self.shape = shape
         self.device = device
         self.torch_device = torch.device("cpu") if device is None else torch.device("cuda", device)
@@ -99,6 +103,7 @@ class Side:
             ITEM_BYTES,
             device,
         )
+        self.staged = StagedSide(role, self.transport, self.geometry, self.cache, staging_bytes)
         self.peer = ""
         self.other: Introduction | None = None
 
@@ -109,11 +114,20 @@ class Side:
         return head * self.shape.kv_heads, head, token, 1
 
     def introduce(self) -> Introduction:
-        return Introduction(self.transport.metadata(), self.geometry, self.single.data_ptr())
+        return Introduction(self.transport.metadata(), self.geometry, self.single.data_ptr(), self.staged.area)
 
     def connect(self, other: Introduction) -> None:
         self.peer = self.transport.connect(other.metadata)
         self.other = other
+
+    def grant(self) -> tuple[int, ...]:
+        """Target: the staging slots of the source."""
+        return self.staged.grant(self.peer)
+
+    def take(self, slots: tuple[int, ...]) -> None:
+        """Source: these slots are ours."""
+        assert self.other is not None
+        self.staged.take(self.peer, slots, self.other.area)
 
     def _draw(self, generator: torch.Generator, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int64, device=self.torch_device).random_(generator=generator)
@@ -144,16 +158,20 @@ class Side:
             each.fill_(seed)
         self._settle()
 
-    def write(self, tables: tuple[Blocks, Blocks] | None, tokens: int, message: bytes) -> Timing:
-        """Source: one write of the tables' blocks, or of the single buffer for None."""
+    def write(self, tables: tuple[Blocks, Blocks] | None, tokens: int, path: str, message: bytes) -> Timing:
+        """Source: the tables' blocks by a path, or the single buffer in one write for None."""
         if self.other is None:
             raise RuntimeError("not connected")
         began_s = time.monotonic()
         if tables is None:
             runs = Runs.of((self.single.data_ptr(), self.other.single_address, self.single.nbytes))
+        elif path == "staged":
+            return self._stage(tables[0], began_s, began_s)
         else:
             runs = plan_runs(self.geometry, tables[0], self.other.geometry, tables[1], 0, tokens)
         planned_s = time.monotonic()
+        if tables is not None and path == "auto" and self.staged.pays(runs):
+            return self._stage(tables[0], began_s, planned_s)
         handle = self.transport.write(self.peer, runs, self.device, self.other.geometry.device, message)
         posted_s = time.monotonic()
         while not self.transport.done(handle):
@@ -167,16 +185,45 @@ class Side:
             started_s=planned_s,
             runs=len(runs),
             bytes=runs.num_bytes,
+            path="direct",
         )
 
-    def await_message(self, message: bytes) -> float:
-        """Target: `time.monotonic()` at which the write's message was seen. Raises TimeoutError."""
+    def _stage(self, blocks: Blocks, began_s: float, planned_s: float) -> Timing:
+        assert self.other is not None
+        self.staged.start(self.peer, blocks, self.other.area)
+        posted_s = time.monotonic()
+        ended = None
+        while ended is None:
+            ended = self.staged.push(self.transport.notifications())
+            if time.monotonic() > planned_s + ARRIVAL_TIMEOUT_S:
+                raise TimeoutError(f"no credit within {ARRIVAL_TIMEOUT_S:g} s")
+            time.sleep(POLL_S)
+        if ended.error:
+            raise RuntimeError(ended.error)
+        return Timing(
+            plan_s=planned_s - began_s,
+            post_s=posted_s - planned_s,
+            done_s=time.monotonic() - planned_s,
+            started_s=planned_s,
+            runs=ended.num_parts,
+            bytes=ended.num_bytes,
+            path="staged",
+        )
+
+    def await_arrival(self, blocks: Blocks | None, message: bytes) -> float:
+        """Target: `time.monotonic()` at which the write's message was seen, or the last staged block was unpacked.
+
+        Raises TimeoutError.
+        """
         deadline = time.monotonic() + ARRIVAL_TIMEOUT_S
         while time.monotonic() < deadline:
-            if any(payload == message for _, payload in self.transport.notifications()):
+            arrived = self.transport.notifications()
+            if any(payload == message for _, payload in arrived):
+                return time.monotonic()
+            if blocks is not None and self.staged.unpack(arrived, blocks):
                 return time.monotonic()
             time.sleep(POLL_S)
-        raise TimeoutError(f"no message {message!r} within {ARRIVAL_TIMEOUT_S:g} s")
+        raise TimeoutError(f"{message!r} has not arrived within {ARRIVAL_TIMEOUT_S:g} s")
 
     def verify(self, blocks: Blocks | None, seed: int) -> str | None:
         """Target: None if exactly the expected bytes changed since `wipe(seed)`, else what is wrong."""
@@ -210,13 +257,13 @@ def _touched(region: torch.Tensor, blocks: torch.Tensor, value: int) -> int:
     return int(count)
 
 
-def serve(pipe: Connection, role: str, shape: CacheShape, cuda: bool, threads: int) -> None:
+def serve(pipe: Connection, role: str, shape: CacheShape, cuda: bool, threads: int, staging_bytes: int) -> None:
     """Body of a child process: answers (method name, arguments) with ("ok", result) or ("error", text) until None."""
     side: Side | None = None
     # Two of these share the machine with UCX's threads; torch's pool would spin on what cores are left.
     torch.set_num_threads(1)
     try:
-        side = Side(role, shape, 0 if cuda else None, threads)
+        side = Side(role, shape, 0 if cuda else None, threads, staging_bytes)
         pipe.send(("ok", side.introduce()))
         while (request := pipe.recv()) is not None:
             name, arguments = request

@@ -12,20 +12,21 @@ Path = Literal["auto", "direct", "staged"]
 class PathCosts:
     """What moving bytes takes, in seconds and bytes per second.
 
-    per_run_s: for each contiguous run of a direct write. direct_bytes_per_s: beyond that. per_part_s: for each slot
-    that a staged piece fills (pack, write, unpack, credit, as far as they do not overlap). staged_bytes_per_s: its
-    rate. staged_s: what a staged piece takes once, whatever its size: the way through pack, slot, unpack and credit.
+    direct_s, staged_s: once for a piece, whatever its size. per_run_s: for each contiguous run of a direct write;
+    per_part_s: for each slot that a staged piece fills (pack, write, unpack, credit, as far as they do not overlap).
+    direct_bytes_per_s, staged_bytes_per_s: for the bytes themselves.
     """
 
+    direct_s: float
     per_run_s: float
     direct_bytes_per_s: float
+    staged_s: float
     per_part_s: float
     staged_bytes_per_s: float
-    staged_s: float
 
     def direct(self, num_runs: int, num_bytes: int) -> float:
         """Seconds of a direct write of so many runs."""
-        return num_runs * self.per_run_s + num_bytes / self.direct_bytes_per_s
+        return self.direct_s + num_runs * self.per_run_s + num_bytes / self.direct_bytes_per_s
 
     def staged(self, num_bytes: int, num_parts: int, queued_bytes: int) -> float:
         """Seconds until a staged piece is unpacked. queued_bytes: what has to be packed before it."""
@@ -33,8 +34,8 @@ class PathCosts:
         return self.staged_s + parts_s + (num_bytes + queued_bytes) / self.staged_bytes_per_s
 
 
-GPU_COSTS = PathCosts(3.4e-6, 280e9, 1.5e-4, 150e9, 5e-4)
+GPU_COSTS = PathCosts(8e-4, 3.4e-6, 290e9, 1.5e-3, 3e-4, 380e9)
 """NVLink or a fast network, 4 NIXL threads (bench/results, transfer/h200)."""
 
-CPU_COSTS = PathCosts(1.0e-6, 6e9, 5e-5, 2e9, 1e-3)
-"""One host, copies by processors (bench/results, transfer/cpu)."""
+CPU_COSTS = PathCosts(1e-3, 1.0e-6, 6e9, 2e-3, 1e-4, 2e9)
+"""One host, copies by processors (bench/results, transfer/cpu): packing costs two copies more and saves little."""

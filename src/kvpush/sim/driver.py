@@ -43,7 +43,7 @@ def draw_faults(random: Random) -> Faults:
     )
 
 
-def draw_spec(random: Random, role: str, mood: str) -> EngineSpec:
+def draw_spec(random: Random, role: str, mood: str, staged: bool) -> EngineSpec:
     """A gentle engine has room for everybody; a crowded one has room for one prompt."""
     overlap = random.random() < 0.5
     least = num_blocks(MAX_PROMPT) + 2
@@ -68,6 +68,8 @@ def draw_spec(random: Random, role: str, mood: str) -> EngineSpec:
         integrity=random.random() < 0.15,
         forward_s=(1e-3 if mood == "crowded" else 2e-4, random.choice([2e-3, 1e-2])),
         pause_s=random.choice([1e-4, 1e-3, 2e-2] if mood != "crowded" else [1e-3, 2e-2]),
+        # Who takes only staged transfers must not be sent to by who cannot stage.
+        path=random.choice(["staged", "auto"] if staged else ["direct", "auto"]),
     )
 
 
@@ -90,7 +92,8 @@ class Driver:
             roles.append(("B0", "both"))
             self.producers.append("B0")
             self.consumers.append("B0")
-        self.specs = {host: draw_spec(random, role, self.mood) for host, role in roles}
+        staged = random.random() < 0.5
+        self.specs = {host: draw_spec(random, role, self.mood, staged) for host, role in roles}
         if self.gentle and self.num_transfers <= 2 and random.random() < 0.5:  # prompts that take longer than bounds
             self.specs = {host: replace(spec, forward_s=(0.05, 0.3)) for host, spec in self.specs.items()}
         if random.random() < 0.15:
@@ -171,7 +174,7 @@ class Driver:
         }  # fmt: skip
         if random.random() < 0.05:
             consume["remote_engine_id"] = f"engine-{p}.0" if sure else random.choice([f"engine-{p}.0", "elsewhere"])
-        lag_s = random.choice([0.0, 0.001, 0.02, 0.3, 0.9] if sure else [0.0, 0.001, 0.02, 0.3, 1.5])
+        lag_s = random.choice([0.0, 0.001, 0.02, 0.3, 0.6] if sure else [0.0, 0.001, 0.02, 0.3, 1.5])
         p_at, d_at = (at_s, at_s + lag_s) if random.random() < 0.5 else (at_s + lag_s, at_s)
         self.moments += [p_at, d_at]
         if sure or random.random() < 0.9:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvpush.plan.paths import Path
 from kvpush.protocol.ids import AgentName
 from kvpush.sim.pool import BlockPool
 from kvpush.sim.request import BLOCK, Request, Status
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What an engine is like. gpu: the forward runs behind its launch, and its event passes later."""
+    """What an engine is like. gpu: the forward runs behind its launch, and its event passes later.
+
+    path: how KV comes to it, and how it sends where D lets it choose.
+    """
 
     num_blocks: int
     rules: Rules
@@ -34,6 +38,7 @@ class EngineSpec:
     forward_s: tuple[float, float]
     pause_s: float
     tp_size: int = 1
+    path: Path = "direct"
 
 
 class Engine:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from kvpush.transfer.packing.base import checked_blocks
 from kvpush.transport.fabric import MemoryFabric
 
 Bytes = npt.NDArray[np.uint8]
@@ -70,7 +69,10 @@ class ArrayPacker:
         return self._launch(copy)
 
     def _place(self, blocks: npt.NDArray[np.int64], address: int, *, distinct: bool) -> Bytes:
-        checked_blocks("blocks", blocks, self._cache.shape[1], distinct=distinct)
+        if not all(0 <= block < self._cache.shape[1] for block in blocks.tolist()):
+            raise ValueError(f"blocks {blocks.tolist()}, the cache has {self._cache.shape[1]}")
+        if distinct and len(set(blocks.tolist())) < len(blocks):
+            raise ValueError(f"blocks {blocks.tolist()} name one twice")
         first = address - self._address
         if not 0 <= first <= len(self._memory) - len(blocks) * self.block_bytes:
             raise ValueError(f"{len(blocks)} blocks at {address} do not lie in the staging memory")

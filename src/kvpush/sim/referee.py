@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from kvpush.protocol.ids import RequestId
+from kvpush.protocol.ids import AgentName, RequestId
 from kvpush.protocol.messages import decode
 from kvpush.sim.request import BLOCK
 from kvpush.sim.step import Entry
@@ -79,9 +79,23 @@ class Referee:
 
     def on_land(self, writer: str, target: str, address: int, length: int) -> None:
         worker = self._world.agents[target]
+        if not worker.base <= address < worker.base + worker.memory.nbytes:
+            self._on_land_in_slot(worker, writer, address, length)
+            return
         first = (address - worker.base) % worker.layer_bytes // (BLOCK * 8)
         last = (address + length - 1 - worker.base) % worker.layer_bytes // (BLOCK * 8)
         self._check_targets(writer, target, range(first, last + 1), "writes")
+
+    def _on_land_in_slot(self, worker: Worker, writer: str, address: int, length: int) -> None:
+        area = None if worker.staging is None else worker.staging.receive
+        unstager = worker.core._consumer_side._unstager
+        if area is None or unstager is None:
+            self._break(f"{writer} writes to {worker.agent} where nothing is")
+        self.seen["landed in a slot"] += 1
+        for byte in (address, address + length - 1):
+            slot = (byte - area.address) // area.slot_bytes
+            if not unstager.leases.holds(AgentName(writer), slot):
+                self._break(f"{writer} writes into slot {slot} of {worker.agent}, which is not its own")
 
     def _check_targets(self, writer: str, target: str, blocks: Collection[int], what: str) -> None:
         if self._world.fabric.state(target) == "killed":

@@ -17,6 +17,7 @@ from kvpush.protocol.ids import AgentName, PeerAddress, RequestId
 from kvpush.sim.content import LAYERS
 from kvpush.sim.network import SimDialer, SimProver
 from kvpush.sim.request import BLOCK
+from kvpush.sim.staging import COSTS, make_staging
 from kvpush.sim.step import Entry, Step
 from kvpush.sim.timing import PREEMPT_WAIT_S, TICK_S, TIMING
 from kvpush.sim.transport import WatchedTransport
@@ -24,6 +25,7 @@ from kvpush.transfer.commands import Command, Fetch, Preempt
 from kvpush.transfer.core import CoreConfig, TransferCore
 from kvpush.transfer.dialer import Answer
 from kvpush.transfer.fence import Fence
+from kvpush.transfer.pieces import PathConfig
 from kvpush.transfer.reports import Reports
 from kvpush.transfer.results import Result
 from kvpush.transfer.sidechannel import ProcessIdentity
@@ -80,11 +82,14 @@ class Worker:
             block_size=BLOCK,
         )
         self.transport.register([Region(self.base, self.memory.nbytes)])
+        self.staging = None if self.spec.path == "direct" else make_staging(self)
+        area = None if self.staging is None else self.staging.receive
         process = ProcessIdentity(host_id=self.world.machine(engine.host), pid=pid, pid_start=pid)
-        self.answer = Answer(engine.engine_id, agent, self.transport.metadata(), geometry, process)
+        self.answer = Answer(engine.engine_id, agent, self.transport.metadata(), geometry, process, area)
         config = CoreConfig(
             PeerAddress(engine.host, PORT, 0, tp_rank), geometry, TIMING,
             reader=self if self.spec.integrity else None, stream=self.spec.stream,
+            paths=PathConfig(self.spec.path, COSTS, self.staging),
         )  # fmt: skip
         dialer = SimDialer(self.world, agent, self.look)
         prover = SimProver(self.world, agent, engine.host)

@@ -90,10 +90,12 @@ class World:
         return host not in self.engines or self.engines[host].killed
 
     def blocks_at(self, agent: str, addresses: Addresses, lengths: Addresses) -> frozenset[int]:
-        """The blocks of an agent's cache that hold these bytes."""
+        """The blocks of an agent's cache that hold these bytes; none for those in its staging memory."""
         worker = self.agents[agent]
-        first = (addresses.astype(np.int64) - worker.base) % worker.layer_bytes
-        last = (first + lengths.astype(np.int64) - 1) // BLOCK_BYTES
+        place = addresses.astype(np.int64) - worker.base
+        inside = (place >= 0) & (place < worker.memory.nbytes)
+        first = place[inside] % worker.layer_bytes
+        last = (first + lengths[inside].astype(np.int64) - 1) // BLOCK_BYTES
         pairs = zip((first // BLOCK_BYTES).tolist(), last.tolist(), strict=True)
         return frozenset(block for low, high in pairs for block in range(low, high + 1))
 

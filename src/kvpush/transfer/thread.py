@@ -16,9 +16,16 @@ from kvpush.transfer.sources import PASSED, Event
 _log = logging.getLogger(__name__)
 
 # Every round takes the interpreter from the engine (on CUDA with TP 1 from its scheduler too), and spinning starves
-# the threads of UCX. Only P with writes in flight is in a hurry: a decode engine looks for results once a step.
+# the threads of UCX. Only who has pieces under way is in a hurry. An engine that steps looks for results once a step,
+# so the thread looks once a step too: when it begins, because then the engine soon waits for the device. A round that
+# ran by a clock would fall anywhere, also where the step's output has just come and every running request waits for it.
 WRITING_PAUSE_S = 100e-6
+STEPPING_PAUSE_S = 5e-3
 WAITING_PAUSE_S = 1e-3
+IDLE_PAUSE_S = 2e-3
+
+STEPPING_S = 0.02
+"""An engine that has begun no step for so long does not step."""
 
 
 class TransferThread:
@@ -33,6 +40,7 @@ class TransferThread:
         self._commands: deque[tuple[Command, Event]] = deque()
         self._results: deque[Result] = deque()
         self._wake = threading.Event()
+        self._stepped_s = float("-inf")
         self._stop = threading.Event()
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="kvpush-transfer", daemon=True)
@@ -46,6 +54,11 @@ class TransferThread:
         if items:
             self._commands.extend(items)
             self._wake.set()
+
+    def on_step(self) -> None:
+        """The engine begins a step."""
+        self._stepped_s = time.monotonic()
+        self._wake.set()
 
     def take_results(self) -> list[Result]:
         """What has ended since the last call. Raises RuntimeError if the thread has died: nothing would end then."""
@@ -88,6 +101,11 @@ class TransferThread:
         if core.writing:
             time.sleep(WRITING_PAUSE_S)
         else:
-            # A command ends the pause; a notification does not, so an idle engine still looks often enough.
-            self._wake.wait(WAITING_PAUSE_S)
+            # A command or a step ends the pause; a notification does not, so without steps the thread looks often.
+            self._wake.wait(self._pause_s())
             self._wake.clear()
+
+    def _pause_s(self) -> float:
+        if time.monotonic() - self._stepped_s < STEPPING_S:
+            return STEPPING_PAUSE_S
+        return IDLE_PAUSE_S if self._core.idle else WAITING_PAUSE_S

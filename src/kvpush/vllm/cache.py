@@ -43,6 +43,11 @@ class PagedCache:
         except ValueError as error:
             raise UnsupportedModel(f"the KV cache has a layout that cannot be transferred: {error}") from None
 
+    @property
+    def layers(self) -> list[torch.Tensor]:
+        """The tensors behind the bases of the geometry, in that order."""
+        return self._layers
+
     @staticmethod
     def _checked(caches: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """The tensors of all layers, if they are alike."""

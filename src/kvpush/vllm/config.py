@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from kvpush.plan.paths import Path
+from kvpush.protocol.messages import MAX_SLOTS
 from kvpush.protocol.timing import Timing
 from kvpush.transfer.addresses import AddressRefused, AllowList, check_form
 from kvpush.transfer.integrity import IntegrityMode
@@ -35,8 +37,13 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine's main thread may keep the interpreter while the transfer thread wants it (Python's default is 5 ms; 0 leaves
     it). stream: push whole blocks after every chunk of the prompt. integrity: compare digests of the KV at both sides
     (slow; for tests). recompute_below_tokens: what D's own cache lacks and D computes itself rather than ask for it;
-    default one block. preempt_wait_s: how long P may wait for writes before it takes blocks back. timing: the
-    protocol's bounds; its fields stand beside the others in the configuration.
+    default one block. preempt_wait_s: how long P may wait for writes before it takes blocks back. path: how KV
+    travels: `direct` (P writes into D's blocks), `staged` (packed, by way of slots of D's; what fails then leaves
+    nothing in quarantine) or `auto`, whichever is faster. staging_bytes: memory for that on each device and for each
+    role; default 512 MiB on GPUs, 64 MiB on the CPU. staging_slots: into how many slots D divides it; the first
+    prefill rank that writes to D gets three quarters of them, the next one three quarters of the rest, and so on; who
+    finds none left writes directly, or, where D takes staged transfers only, fails them. timing: the protocol's bounds;
+    its fields stand beside the others in the configuration.
     """
 
     side_channel_host: str = "127.0.0.1"
@@ -50,6 +57,9 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     recompute_below_tokens: int | None = None
     preempt_wait_s: float = 0.05
     handshake_timeout_s: float = 10.0
+    path: Path = "auto"
+    staging_bytes: int | None = None
+    staging_slots: int = 4
     timing: Timing = Timing()
 
     def __post_init__(self) -> None:
@@ -73,6 +83,10 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if not 0 < self.handshake_timeout_s <= 300:
             raise ValueError(f"handshake_timeout_s must be above 0 and at most 300, got {self.handshake_timeout_s}")
+        if self.staging_bytes is not None and not 2**16 <= self.staging_bytes <= 2**40:
+            raise ValueError(f"staging_bytes must be 64 KiB to 1 TiB, got {self.staging_bytes}")
+        if not 2 <= self.staging_slots <= MAX_SLOTS:
+            raise ValueError(f"staging_slots must be 2 to {MAX_SLOTS}, got {self.staging_slots}")
         AllowList(self.allowed_hosts)
 
 

@@ -12,12 +12,14 @@ from typing import Any
 import msgspec
 import torch
 
+from kvpush.plan.paths import CPU_COSTS, GPU_COSTS
 from kvpush.protocol.ids import PeerAddress
 from kvpush.transfer.addresses import AllowList
 from kvpush.transfer.commands import Preempt, Progress
 from kvpush.transfer.core import CoreConfig, TransferCore
 from kvpush.transfer.dialer import SideChannelDialer
 from kvpush.transfer.fence import Fence
+from kvpush.transfer.pieces import PathConfig
 from kvpush.transfer.proof import WriterProof
 from kvpush.transfer.prover import ProcessProver
 from kvpush.transfer.reports import Reports
@@ -31,6 +33,7 @@ from kvpush.vllm.cache import PagedCache
 from kvpush.vllm.config import Options
 from kvpush.vllm.identity import check_cache, check_engine, engine_info
 from kvpush.vllm.metadata import RankMetadata, StepMetadata
+from kvpush.vllm.staging import build_staging, regions_of
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +71,11 @@ class PushWorker:
             num_threads = GPU_NIXL_THREADS if cache.device is not None else 0
         transport = NixlTransport(f"kvpush-{uuid.uuid4().hex}", backends=options.backends, num_threads=num_threads)
         transport.register([Region(address, length, cache.device) for address, length in cache.regions])
+        role = self._vllm_config.kv_transfer_config
+        staging = build_staging(cache, options, producer=role.is_kv_producer, consumer=role.is_kv_consumer)
+        if staging is not None:
+            transport.register(regions_of(staging))
+        area = None if staging is None else staging.receive
         self._rank = RankInfo(
             pp_rank=pp_rank,
             tp_rank=tp_rank,
@@ -77,6 +85,7 @@ class PushWorker:
             pid=process.pid,
             pid_start=process.pid_start,
             host_id=process.host_id,
+            staging=b"" if area is None else msgspec.msgpack.encode(area),
         )
         allowed = AllowList([*options.allowed_hosts, options.side_channel_host])
         config = CoreConfig(
@@ -85,6 +94,7 @@ class PushWorker:
             timing=options.timing,
             reader=cache if options.integrity != "off" else None,
             stream=options.stream,
+            paths=PathConfig(options.path, CPU_COSTS if cache.device is None else GPU_COSTS, staging),
         )
         mine = engine_info(self._vllm_config, self._kv_cache_config, incarnation=f"worker-{os.getpid()}")
         dialer = SideChannelDialer(mine, allowed, secret, options.handshake_timeout_s)
@@ -117,6 +127,7 @@ class PushWorker:
 
     def before_forward(self, metadata: StepMetadata) -> None:
         """Commands that must leave before this step's forward overwrites or computes anything."""
+        self._running().on_step()
         if not metadata.before and not metadata.after:
             return
         preempted = [command.request_id for command in metadata.before if isinstance(command, Preempt)]

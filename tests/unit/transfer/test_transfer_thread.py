@@ -89,7 +89,7 @@ def test_commands_arrive_in_order_with_their_events_and_results_come_back() -> N
 
 
 def test_an_idle_thread_takes_a_command_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "WAITING_PAUSE_S", 1.0)
+    monkeypatch.setattr(module, "IDLE_PAUSE_S", 1.0)
     core = Core()
     thread = _thread(core)
     thread.start()
@@ -135,6 +135,41 @@ def test_it_polls_often_only_while_something_is_written() -> None:
         assert counts[1] > counts[0]
     finally:
         thread.stop()
+
+
+def test_while_the_engine_steps_it_looks_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STEPPING_PAUSE_S", 60.0)
+    monkeypatch.setattr(module, "STEPPING_S", 60.0)
+    core = Core()
+    core.idle = False
+    thread = _thread(core)
+    thread.start()
+    try:
+        thread.on_step()
+        time.sleep(0.05)
+        for _ in range(20):
+            polls = core.polls
+            time.sleep(0.005)
+            assert core.polls == polls
+            thread.on_step()
+            _until(lambda polls=polls: core.polls > polls)
+    finally:
+        thread.stop()
+
+
+def test_without_steps_it_looks_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STEPPING_PAUSE_S", 60.0)
+    monkeypatch.setattr(module, "STEPPING_S", 0.0)
+    core = Core()
+    for core.idle in (True, False):
+        thread = _thread(core)
+        thread.start()
+        try:
+            thread.on_step()
+            polls = core.polls
+            _until(lambda polls=polls: core.polls > polls + 20)
+        finally:
+            thread.stop()
 
 
 def test_it_runs_its_start_hook_first_and_in_the_thread() -> None:

@@ -34,7 +34,7 @@ from kvpush.transport.memory import Faults, MemoryFabric, MemoryTransport
 LAYERS, HEADS, BLOCK, WIDTH = 2, 2, 4, 8
 SLOT = HEADS * WIDTH
 NUM_SLOTS = 3
-COSTS = PathCosts(1e-3, 1e9, 1e-4, 1e9, 1e-3)
+COSTS = PathCosts(0.0, 1e-3, 1e9, 1e-3, 1e-4, 1e9)
 """Two runs are better packed."""
 TIMING = Timing(
     rendezvous_timeout_s=3.0,

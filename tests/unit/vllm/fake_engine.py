@@ -108,6 +108,9 @@ class InlineThread:
         self.core.poll(self._world.now_s)
         self._results += self.core.take_results()
 
+    def on_step(self) -> None:
+        """Rounds are taken where the test wants them."""
+
     def take_results(self) -> list[Result]:
         results, self._results = self._results, []
         return results

@@ -79,17 +79,38 @@ def page_bytes(geometry: CacheGeometry) -> int:
     return geometry.num_heads * geometry.block_size * geometry.content_bytes
 
 
-def checked_blocks(name: str, blocks: npt.NDArray[np.int64], num_blocks: int, *, distinct: bool) -> None:
-    """Raises ValueError unless blocks is a one-dimensional int64 array of ids in [0, num_blocks).
+class BlockCheck:
+    """Tells whether block ids are ones that a cache has. Called for every copy, so it must take microseconds."""
 
-    distinct: none may come twice. Several writers of one block would leave a mixture.
-    """
-    if not isinstance(blocks, np.ndarray) or blocks.dtype != np.int64 or blocks.ndim != 1:
-        raise ValueError(f"{name} must be a one-dimensional int64 array")
-    if len(blocks) == 0:
-        return
-    least, most = int(blocks.min()), int(blocks.max())
-    if least < 0 or most >= num_blocks:
-        raise ValueError(f"{name} holds {least if least < 0 else most}, the cache has blocks 0 to {num_blocks - 1}")
-    if distinct and len(np.unique(blocks)) != len(blocks):
-        raise ValueError(f"{name} holds a block twice")
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._place: npt.NDArray[np.int64] | None = None  # where a list holds each block; what lists before left stays
+
+    def __call__(self, blocks: npt.NDArray[np.int64], name: str, *, distinct: bool) -> None:
+        """Raises ValueError unless blocks is a one-dimensional int64 array of ids in [0, num_blocks).
+
+        distinct: none may come twice, since two writers of one block leave a mixture.
+        """
+        if not isinstance(blocks, np.ndarray) or blocks.dtype != np.int64 or blocks.ndim != 1:
+            raise ValueError(f"{name} must be a one-dimensional int64 array")
+        if len(blocks) == 0:
+            return
+        least, most = int(blocks.min()), int(blocks.max())
+        if least < 0 or most >= self._num_blocks:
+            raise ValueError(
+                f"{name} holds {least if least < 0 else most}, the cache has blocks 0 to {self._num_blocks - 1}"
+            )
+        if not distinct:
+            return
+        if self._place is None:
+            self._place = np.zeros(self._num_blocks, dtype=np.int64)
+        order = np.arange(len(blocks))
+        self._place[blocks] = order
+        twice = np.nonzero(self._place[blocks] != order)[0]
+        if len(twice):
+            raise ValueError(f"{name} holds block {int(blocks[twice[0]])} twice")
+
+
+def checked_blocks(name: str, blocks: npt.NDArray[np.int64], num_blocks: int, *, distinct: bool) -> None:
+    """The same for one list."""
+    BlockCheck(num_blocks)(blocks, name, distinct=distinct)
