@@ -34,7 +34,7 @@ class PathCosts:
         return self.staged_s + parts_s + (num_bytes + queued_bytes) / self.staged_bytes_per_s
 
 
-GPU_COSTS = PathCosts(8e-4, 3.4e-6, 290e9, 1.5e-3, 3e-4, 380e9)
+GPU_COSTS = PathCosts(7e-4, 3.4e-6, 330e9, 1.2e-3, 3e-4, 350e9)
 """NVLink or a fast network, 4 NIXL threads (bench/results, transfer/h200)."""
 
 CPU_COSTS = PathCosts(1e-3, 1.0e-6, 6e9, 2e-3, 1e-4, 2e9)

@@ -101,7 +101,12 @@ class TransferCore:
     @property
     def writing(self) -> bool:
         """Pieces are on their way, or a forward is about to make blocks ready: poll often."""
-        return self._producer_side.writing or self._consumer_side.looking(self._now_s)
+        return self._producer_side.writing
+
+    @property
+    def unpacking(self) -> bool:
+        """Staged parts are being unpacked, or more may come soon: P waits for its slots."""
+        return self._consumer_side.looking(self._now_s)
 
     @property
     def levels(self) -> dict[str, int]:

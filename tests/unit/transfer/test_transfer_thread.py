@@ -23,7 +23,7 @@ class Core:
     """What the thread needs of a core: books every call, answers each command with a result."""
 
     def __init__(self) -> None:
-        self.idle, self.writing = True, False
+        self.idle, self.writing, self.unpacking = True, False, False
         self.commands: list[tuple[commands.Command, Event]] = []
         self.times_s: list[float] = []
         self.threads: set[str] = set()
