@@ -16,10 +16,10 @@ from kvpush.transfer.sources import PASSED, Event
 _log = logging.getLogger(__name__)
 
 # Every round takes the interpreter from the engine (on CUDA with TP 1 from its scheduler too), and spinning starves
-# the threads of UCX. Only who has pieces under way is in a hurry; a decode engine less so, because a round of its thread
-# may hold up everything that it decodes. An engine that steps looks for results once a step, so the thread looks once a
-# step too: when it begins, because then the engine soon waits for the device. A round that ran by a clock would fall
-# anywhere, also where the step's output has just come and every running request waits for it.
+# the threads of UCX. Only who has pieces under way is in a hurry; a decode engine less so, because a round of its
+# thread may hold up everything that it decodes. An engine that steps looks for results once a step, so the thread looks
+# once a step too: when it begins, because then the engine soon waits for the device. A round that ran by a clock would
+# fall anywhere, also where the step's output has just come and every running request waits for it.
 WRITING_PAUSE_S = 100e-6
 UNPACKING_PAUSE_S = 500e-6
 STEPPING_PAUSE_S = 5e-3

@@ -76,7 +76,7 @@ class Core:
     """Behind a real transfer thread: books commands, answers those that it is told to answer."""
 
     def __init__(self) -> None:
-        self.idle, self.writing = True, False
+        self.idle, self.writing, self.unpacking = True, False, False
         self.levels = {"quarantined_blocks": 0, "open_transfers": 0}
         self.counters = Counters()
         self.commands: list[tuple[Command, Event]] = []
