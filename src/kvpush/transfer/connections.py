@@ -159,8 +159,10 @@ class Connections:
         current = self._by_address.get(address)
         if current is None or address in self._waiting:
             self._keep(address, queued)
+        elif agent is not None and agent in self._known:
+            self._events.append(Undelivered(address, message, "peer_restarted"))  # another one has taken its place
         elif agent is not None:
-            self._events.append(Undelivered(address, message, "peer_restarted"))
+            self._keep(address, queued)  # it has taken the place of the one that we know, which does not answer for it
         elif engine_id not in (None, current.engine_id):
             self._keep(address, queued)  # that engine may have taken the place: ask who is there now
         elif not self._deliver(address, message, AgentName(current.agent), final=False):

@@ -182,8 +182,25 @@ def test_only_the_incarnation_that_was_meant_gets_a_message(case: Case) -> None:
         Undelivered(THERE, _cancel(), "peer_restarted"),
     ]
     case.connections.send(THERE, _cancel(), A)
-    assert case.take() == [Undelivered(THERE, _cancel(), "peer_restarted")]
+    assert case.take() == []  # A may have come back: who is there is asked again
+    assert case.answer(THERE, B) == [Undelivered(THERE, _cancel(), "peer_restarted")]
     assert case.sent(B) == []
+
+
+def test_who_has_taken_the_place_of_an_idle_peer_gets_its_answers(case: Case) -> None:
+    """A restarted peer asks, and we still hold the connection to its predecessor: nothing has told us of its end."""
+    case.connections.send(THERE, _message(), None)
+    case.answer(THERE, A)
+    case.connections.send(THERE, _cancel(), B)
+    assert case.phone.dialed == [THERE, THERE]
+    events = case.answer(THERE, B)
+    assert Disconnected(A, f"peer_restarted: {THERE} is {B} now") in events
+    assert Delivered(THERE, B, _cancel()) in events
+    assert len(case.sent(B)) == 1
+    # What is meant for the old one is not delivered, and costs no handshake: it has been replaced.
+    case.connections.send(THERE, _cancel(), A)
+    assert case.take() == [Undelivered(THERE, _cancel(), "peer_restarted")]
+    assert case.phone.dialed == [THERE, THERE]
 
 
 def test_a_peer_that_restarted_under_its_address_takes_the_place_of_the_old_one(case: Case) -> None:
