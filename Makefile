@@ -12,12 +12,13 @@ TESTS := $(wildcard tests/unit tests/sim tests/nixl tests/vllm tests/gpu)
 OURS := src tests scripts $(wildcard bench)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo doctor test sim mutants lint fmt lock clean
+.PHONY: help install demo doctor test sim soak mutants lint fmt lock clean
 
 help:
 	@echo 'make demo     two vLLM engines and a router on this machine, five questions, every answer checked'
 	@echo 'make test     all tests: unit, NIXL between processes, real vLLM engines (ARGS="-m unit" for the fast ones)'
 	@echo 'make sim      1000 simulated deployments (WORLDS=20000), or the story of one (SEED=42)'
+	@echo 'make soak     a real deployment under load and faults (MINUTES=15 SEED=...), every text compared'
 	@echo 'make mutants  removes one guard after another and lets the simulator find out (takes an hour)'
 	@echo 'make lint     ruff and mypy'
 	@echo 'make fmt      formats the code'
@@ -45,6 +46,11 @@ test: install
 
 sim: install
 	@$(BIN)/python scripts/sim.py $(if $(SEED),--seed $(SEED),--worlds $(or $(WORLDS),1000)) $(ARGS)
+
+# Engines and router on real CPU engines; the raw file is kept with OUT=bench/results/raw.
+soak: install
+	@$(BIN)/python -m kvpush.bench.soak --minutes $(or $(MINUTES),15) $(if $(SEED),--seed $(SEED)) \
+	$(if $(OUT),--out $(OUT)) $(ARGS)
 
 mutants: install
 	@$(BIN)/python scripts/mutants.py $(ARGS)

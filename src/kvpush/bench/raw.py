@@ -128,7 +128,70 @@ class PlanRaw(msgspec.Struct, kw_only=True, tag_field="what", tag="plan"):
     rows: list[PlanRow]
 
 
-Raw = ServeRaw | TransferRaw | PlanRaw
+class SoakFault(msgspec.Struct, kw_only=True):
+    """One fault of a soak. at_s: after the start of the faults. detail: how long, which process, how many."""
+
+    at_s: float
+    name: str
+    detail: str = ""
+
+
+class SoakRequest(msgspec.Struct, kw_only=True):
+    """A request that came to what must not be. outcome: `wrong` or `stuck`. texts: what each choice was."""
+
+    at_s: float
+    took_s: float
+    outcome: str
+    prompt_tokens: int
+    fields: dict[str, Any]
+    expected: str
+    texts: list[str]
+    detail: str = ""
+
+
+class SoakProcess(msgspec.Struct, kw_only=True):
+    """One process of a soak. kind: which of its role's. growth: of its own memory after its warm-up, as a share; None
+    if it did not live long enough. handles_first, handles_last: open at rest, before all faults and after them."""
+
+    role: str
+    kind: str
+    lived_s: float
+    first_bytes: int
+    last_bytes: int
+    growth: float | None
+    handles_first: int | None
+    handles_last: int | None
+
+
+class SoakRaw(msgspec.Struct, kw_only=True, tag_field="what", tag="soak"):
+    """A soak. outcomes: what requests came to -> how many; errors: what clients were told -> how many. longest_s: of a
+    request that was not aborted. faults: in order. counters: role -> the engine's counters over all its lives.
+    problems: why it was not passed; empty if it was."""
+
+    date: str
+    command: str
+    environment: Environment
+    seed: int
+    minutes: float
+    policies: list[str]
+    integrity: str
+    link: str
+    concurrency: int
+    outcomes: dict[str, int]
+    errors: dict[str, int]
+    longest_s: float
+    bad: list[SoakRequest]
+    faults: list[SoakFault]
+    processes: list[SoakProcess]
+    counters: dict[str, dict[str, float]]
+    problems: list[str]
+
+    @property
+    def requests(self) -> int:
+        return sum(self.outcomes.values())
+
+
+Raw = ServeRaw | TransferRaw | PlanRaw | SoakRaw
 DECODER: msgspec.json.Decoder[Raw] = msgspec.json.Decoder(Raw)
 
 

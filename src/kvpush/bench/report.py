@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kvpush.bench.connectors import CONNECTORS
-from kvpush.bench.raw import POOLS, CellResult, PlanRaw, Raw, ServeRaw, TransferRaw, TransferRow
+from kvpush.bench.raw import POOLS, CellResult, PlanRaw, Raw, ServeRaw, SoakRaw, TransferRaw, TransferRow
 from kvpush.bench.record import figures
 
 # What a row is compared with: vLLM's own push where it was measured, else its pull.
@@ -146,6 +146,29 @@ def plan_section(sources: Sources) -> str:
     return "## Planning\n\n" + _table(["block table", "ms"], [[case, f"{ms:.3f}"] for case, (_, ms) in newest.items()])
 
 
+def soak_section(sources: Sources) -> str:
+    """The newest soak of each kind of network."""
+    newest: dict[str, SoakRaw] = {}
+    for _, raw in sources:
+        if isinstance(raw, SoakRaw) and (raw.link not in newest or newest[raw.link].date <= raw.date):
+            newest[raw.link] = raw
+    if not newest:
+        return ""
+    head = ["network", "minutes", "faults", "requests", "right", "error", "aborted", "wrong", "stuck", "longest, s"]
+    rows, notes = [], []
+    for link, raw in sorted(newest.items()):
+        counts = [str(raw.outcomes.get(name, 0)) for name in ("right", "error", "aborted", "wrong", "stuck")]
+        row = [link, f"{raw.minutes:g}", str(len(raw.faults)), str(raw.requests), *counts, f"{raw.longest_s:.1f}"]
+        rows.append([*row, f"{len(raw.problems)} problems" if raw.problems else "passed"])
+        notes += [f"- {link}: {problem}" for problem in raw.problems]
+    note = (
+        "A real deployment on the CPU under load, in which something breaks every few seconds: processes are killed or "
+        "stopped, the network is cut, clients leave. Every text is compared with that of one engine alone.\n"
+    )
+    table = _table([*head, "verdict"], rows)
+    return "## Soak\n\n" + note + "\n" + table + ("\n" + "\n".join(notes) + "\n" if notes else "")
+
+
 def doubts_section(sources: Sources, relative_to: Path) -> str:
     """Warnings of cells, failed ageing requests, and what was asked but not measured."""
     lines = []
@@ -192,6 +215,7 @@ def markdown(sources: Sources, relative_to: Path) -> str:
         serve_section(sources),
         transfer_section(sources),
         plan_section(sources),
+        soak_section(sources),
         doubts_section(sources, relative_to),
         sources_section(sources, relative_to),
     ]

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from kvpush.bench.connectors import CONNECTORS
-from kvpush.bench.raw import POOLS, CellResult, PlanRaw, Raw, RawError, ServeRaw, TransferRaw, read_raw
+from kvpush.bench.raw import POOLS, CellResult, PlanRaw, Raw, RawError, ServeRaw, SoakRaw, TransferRaw, read_raw
 from kvpush.bench.record import figures
 from kvpush.bench.report import markdown
 
@@ -115,12 +115,28 @@ def plan_figures(path: Path, raw: PlanRaw, raw_name: str) -> Measured:
         )
 
 
+def soak_figures(path: Path, raw: SoakRaw, raw_name: str) -> Measured:
+    """How many requests came to what, and how many faults they met."""
+    if raw.outcomes.get("wrong", 0) + raw.outcomes.get("stuck", 0) != len(raw.bad):
+        raise RawError(f"{path}: {len(raw.bad)} bad requests are described, the outcomes say otherwise")
+    counts = {"requests": raw.requests, "faults": len(raw.faults), "problems": len(raw.problems)}
+    for outcome in ("right", "error", "aborted", "wrong", "stuck"):
+        counts[outcome] = raw.outcomes.get(outcome, 0)
+    for name, count in counts.items():
+        yield (
+            f"soak/{raw.link}/{name}",
+            Figure(value=count, unit="", command=raw.command, date=raw.date, raw=raw_name),
+        )
+
+
 def figures_of(path: Path, raw: Raw, raw_name: str) -> Measured:
     """Every figure of one raw file. Raises RawError naming the file."""
     if isinstance(raw, ServeRaw):
         return serve_figures(path, raw, raw_name)
     if isinstance(raw, TransferRaw):
         return transfer_figures(path, raw, raw_name)
+    if isinstance(raw, SoakRaw):
+        return soak_figures(path, raw, raw_name)
     return plan_figures(path, raw, raw_name)
 
 

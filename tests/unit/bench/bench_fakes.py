@@ -14,7 +14,7 @@ from aiohttp import web
 
 from kvpush.bench.client import Client
 from kvpush.bench.environment import Environment
-from kvpush.bench.raw import CellResult, ServeRaw, TransferRaw, TransferRow
+from kvpush.bench.raw import CellResult, ServeRaw, SoakFault, SoakProcess, SoakRaw, TransferRaw, TransferRow
 from kvpush.bench.record import RequestRecord
 
 DEADLINE_S = 30.0
@@ -208,6 +208,34 @@ def transfer_raw(**changes: Any) -> TransferRaw:
         command="python -m kvpush.bench.transfer",
         rows=[TransferRow(**{**values, **changes})],
     )
+
+
+def soak_raw(**changes: Any) -> SoakRaw:
+    values: dict[str, Any] = {
+        "date": "2026-01-02T03:04:05Z",
+        "command": "python -m kvpush.bench.soak --seed 1",
+        "environment": FACTS,
+        "seed": 1,
+        "minutes": 15.0,
+        "policies": ["fail", "recompute"],
+        "integrity": "always",
+        "link": "tcp",
+        "concurrency": 8,
+        "outcomes": {"right": 90, "error": 8, "aborted": 2},
+        "errors": {"502: no engine": 8},
+        "longest_s": 12.5,
+        "bad": [],
+        "faults": [SoakFault(at_s=10.0, name="kill decode", detail="all")],
+        "processes": [
+            SoakProcess(
+                role="decode", kind="Worker", lived_s=500.0, first_bytes=10**9, last_bytes=10**9 + 5, growth=0.001,
+                handles_first=40, handles_last=40,
+            )
+        ],
+        "counters": {"prefill": {"kvpush_sends_total{committed}": 80.0}, "decode": {"kvpush_receives_total": 80.0}},
+        "problems": [],
+    }  # fmt: skip
+    return SoakRaw(**{**values, **changes})
 
 
 def write_json(path: Path, content: Any) -> Path:

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from bench_fakes import cell, record, serve_raw, transfer_raw, write_json
+from bench_fakes import cell, record, serve_raw, soak_raw, transfer_raw, write_json
 
-from kvpush.bench.raw import PlanRaw, PlanRow, Raw, RawError, read_raw, write_raw
+from kvpush.bench.raw import PlanRaw, PlanRow, Raw, RawError, SoakRequest, read_raw, write_raw
 from kvpush.bench.summary import main
 
 pytestmark = pytest.mark.unit
@@ -73,6 +73,33 @@ def test_transfer_and_plan_figures(tmp_path: Path) -> None:
         "transfer/h200/1024/random/direct/ms": (12.0, "ms"),
         "transfer/h200/1024/random/direct/gb_s": (12.58, "GB/s"),
     }
+
+
+WRONG = SoakRequest(at_s=3.0, took_s=1.0, outcome="wrong", prompt_tokens=9, fields={}, expected="a", texts=["b"])
+
+
+def test_a_soak_is_counted_and_shown_with_what_was_wrong(tmp_path: Path) -> None:
+    saved(tmp_path / "raw" / "old.json", soak_raw())
+    outcomes = {"right": 99, "wrong": 1}
+    newer = {"date": "2026-02-02T00:00:00Z", "problems": ["1 requests were wrong"], "bad": [WRONG]}
+    saved(tmp_path / "raw" / "new.json", soak_raw(outcomes=outcomes, **newer))
+    saved(tmp_path / "raw" / "other.json", soak_raw(link="shared-memory"))
+    assert main(["--out", str(tmp_path)]) == 0
+    got = {name: figure["value"] for name, figure in summary(tmp_path).items()}
+    assert got["soak/tcp/requests"] == 100
+    assert got["soak/tcp/wrong"] == 1
+    assert got["soak/tcp/problems"] == 1
+    assert got["soak/shared-memory/error"] == 8
+    assert got["soak/shared-memory/faults"] == 1
+    text = (tmp_path / "README.md").read_text()
+    assert "| tcp | 15 | 1 | 100 | 99 | 0 | 0 | 1 | 0 | 12.5 | 1 problems |" in text
+    assert "| shared-memory | 15 | 1 | 100 | 90 | 8 | 2 | 0 | 0 | 12.5 | passed |" in text
+    assert "- tcp: 1 requests were wrong" in text
+
+
+def test_a_soak_that_hides_a_wrong_answer_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path / "raw" / "a.json", soak_raw(outcomes={"right": 1, "wrong": 1}))
+    assert main(["--out", str(tmp_path)]) == 1
 
 
 def test_another_geometry_gives_no_figure_but_a_row(tmp_path: Path) -> None:

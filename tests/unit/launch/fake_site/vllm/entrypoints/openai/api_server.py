@@ -57,6 +57,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--dtype")
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--enable-prefix-caching", action="store_true")
+    parser.add_argument("--max-num-batched-tokens", type=int)
+    parser.add_argument("--num-gpu-blocks-override", type=int)
     parser.add_argument("--kv-transfer-config", type=json.loads, default={})
     return parser.parse_args()
 
