@@ -176,6 +176,12 @@ class Walk:
                 if other != agent:
                     world.fabric.cut(agent, other, noticed_by_writers=rng.random() < 0.5)
                     world.run(rng.choice([0.05, 1, 4]), step_s=0.01)
+                    if rng.random() < 0.3:
+                        # What it had sent outlives it, and lands when the link is whole again.
+                        self.kills += 1
+                        world.fabric.kill(agent, lingers=True)
+                        world.run(rng.choice([0.1, 3]), step_s=0.01)
+                        world.start(host, **self.options)  # type: ignore[arg-type]
                     world.fabric.heal(agent, other)
 
     def finish(self) -> None:
