@@ -23,7 +23,12 @@ BATCH = 100
 
 def make_half(spec: EngineSpec) -> Half:
     """The real scheduler half."""
-    return SchedulerHalves(BLOCK, spec.recompute_below_tokens, prefix_caching=spec.prefix_caching)
+    return SchedulerHalves(
+        BLOCK,
+        spec.recompute_below_tokens,
+        prefix_caching=spec.prefix_caching,
+        quarantine_max_blocks=spec.quarantine_max_blocks,
+    )
 
 
 def run_batch(first: int, count: int, stop: bool) -> Outcome:

@@ -10,7 +10,12 @@ from kvpush.vllm.halves import SchedulerHalves
 
 
 def make_half(spec: EngineSpec) -> Half:
-    return SchedulerHalves(BLOCK, spec.recompute_below_tokens, prefix_caching=spec.prefix_caching)
+    return SchedulerHalves(
+        BLOCK,
+        spec.recompute_below_tokens,
+        prefix_caching=spec.prefix_caching,
+        quarantine_max_blocks=spec.quarantine_max_blocks,
+    )
 
 
 def run_batch(first: int, count: int) -> Outcome:

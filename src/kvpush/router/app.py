@@ -106,7 +106,7 @@ async def models(request: web.Request) -> web.StreamResponse:
 
 
 async def health(request: web.Request) -> web.StreamResponse:
-    """200 if at least one engine of each role answers now; the JSON says which do."""
+    """200 if at least one engine of each role answers now; the JSON says which do, and which load no KV and why."""
     parts = request.app[PARTS]
 
     async def answers(backend: Backend) -> bool:
@@ -121,13 +121,21 @@ async def health(request: web.Request) -> web.StreamResponse:
     for backend, up in zip(backends, found, strict=True):
         engines[backend.role][backend.url] = up
     healthy = all(any(ups.values()) for ups in engines.values())
-    return web.json_response({"status": "ok" if healthy else "unavailable", **engines}, status=200 if healthy else 503)
+    unhealthy = {backend.url: backend.unhealthy for backend in backends if backend.unhealthy}
+    answer = {
+        "status": "ok" if healthy else "unavailable",
+        **engines,
+        **({"unhealthy": unhealthy} if unhealthy else {}),
+    }
+    return web.json_response(answer, status=200 if healthy else 503)
 
 
 async def metrics_page(request: web.Request) -> web.StreamResponse:
     parts = request.app[PARTS]
     backends = [*parts.prefill.backends, *parts.decode.backends]
-    text = parts.metrics.text([(each.role, each.url, each.in_flight, each.ready) for each in backends])
+    text = parts.metrics.text(
+        [(each.role, each.url, each.in_flight, each.ready, bool(each.unhealthy)) for each in backends]
+    )
     return web.Response(body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 

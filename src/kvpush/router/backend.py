@@ -49,6 +49,8 @@ class Backend:
         self.picked = 0
         self.identity: Identity | None = None
         self.trouble: str | None = None
+        self.unhealthy = ""  # why a decode engine loads no KV at present, in its own words
+        self._asked_s = asyncio.get_running_loop().time()
         self._needs_identity = role == PREFILL and config.mode == "push"
         self._usable = True
         self._session = session
@@ -71,6 +73,7 @@ class Backend:
             "ready": self.ready,
             "in_flight": self.in_flight,
             "trouble": self.trouble,
+            "unhealthy": self.unhealthy,
             "identity": self.identity.as_dict() if self.identity else None,
         }
 
@@ -101,6 +104,7 @@ class Backend:
             log.warning("%s engine %s: %s", self.role, self.url, reason)
         self._usable = False
         self.identity = None
+        self.unhealthy = ""
         self.trouble = reason
         self._wake.set()
         self._on_change()
@@ -172,6 +176,8 @@ class Backend:
             self.lost(f"{type(error).__name__}: {error}")
             return False
         self._late_checks = 0
+        if self.role == DECODE and self._config.mode == "push":
+            await self._ask_condition()
         if not self._usable or self.trouble:
             log.info("%s engine %s is usable", self.role, self.url)
         self._usable = True
@@ -187,8 +193,30 @@ class Backend:
         self._on_change()
         return False
 
+    async def _ask_condition(self) -> None:
+        """Now and then asks a decode engine whether it may load KV. No answer changes nothing."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._asked_s < self._config.condition_interval_s:
+            return
+        self._asked_s = now_s
+        try:
+            params = await self._ask_identity()
+        except (IdentityError, *CONNECTION_ERRORS) as error:
+            log.debug("decode engine %s does not say how it is: %s", self.url, error)
+            return
+        found = params.get("kvpush_unhealthy") if isinstance(params, Mapping) else None
+        unhealthy = excerpt(found.encode()) if isinstance(found, str) else ""
+        if bool(unhealthy) is not bool(self.unhealthy):
+            log.warning("decode engine %s is %s", self.url, f"unhealthy: {unhealthy}" if unhealthy else "healthy again")
+        self.unhealthy = unhealthy
+
     async def _probe(self) -> None:
-        """Learns who the engine is from the answer to a request of one token."""
+        """Learns who the engine is."""
+        self._accept(await self._ask_identity())
+        self._metrics.probes["ok"] += 1
+
+    async def _ask_identity(self) -> object:
+        """What an engine tells of itself in the answer to a request of one token. Raises IdentityError."""
         body = msgspec.json.encode(
             {
                 "prompt": [0],
@@ -209,8 +237,7 @@ class Backend:
             content = msgspec.json.decode(answer)
         except msgspec.DecodeError:
             raise IdentityError(f"the identity probe's answer is not JSON: {excerpt(answer)}") from None
-        self._accept(content.get("kv_transfer_params") if isinstance(content, dict) else None)
-        self._metrics.probes["ok"] += 1
+        return content.get("kv_transfer_params") if isinstance(content, dict) else None
 
     def _accept(self, params: object) -> None:
         identity = Identity.of(params)

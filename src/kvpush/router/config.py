@@ -24,7 +24,8 @@ class RouterConfig:
     request_timeout_s: from the arrival of a request to its last byte.
     connect_timeout_s: for a TCP connection to an engine. probe_timeout_s: for one identity probe or health check.
     identity_wait_s: how long a request waits for a usable engine.
-    health_interval_s: between two health checks of an engine.
+    health_interval_s: between two health checks of an engine. condition_interval_s: between two questions to a decode
+        engine whether it may load KV; each costs it one token.
     prefill_grace_s: how long a prefill leg may outlive its decode leg, which has ended well, before it is cancelled.
     shutdown_timeout_s: what requests in flight get when the router is told to stop.
     retries: how often a request is dispatched anew when an engine failed before anything was sent to the client.
@@ -44,6 +45,7 @@ class RouterConfig:
     probe_timeout_s: float = 10.0
     identity_wait_s: float = 10.0
     health_interval_s: float = 2.0
+    condition_interval_s: float = 10.0
     prefill_grace_s: float = 1.0
     shutdown_timeout_s: float = 10.0
     retries: int = 0
@@ -64,7 +66,8 @@ class RouterConfig:
             not self.api_key or not self.api_key.isascii() or not self.api_key.isprintable()
         ):
             raise ConfigError("api_key: must be printable ASCII and not empty")
-        for name in ("request_timeout_s", "connect_timeout_s", "probe_timeout_s", "health_interval_s"):
+        positive = ("request_timeout_s", "connect_timeout_s", "probe_timeout_s", "health_interval_s")
+        for name in (*positive, "condition_interval_s"):
             _seconds(name, getattr(self, name), positive=True)
         for name in ("identity_wait_s", "prefill_grace_s", "shutdown_timeout_s"):
             _seconds(name, getattr(self, name), positive=False)

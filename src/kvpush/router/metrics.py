@@ -62,8 +62,8 @@ class Metrics:
             "handoff": self.handoff.as_dict(),
         }
 
-    def text(self, engines: list[tuple[str, str, int, bool]]) -> str:
-        """`engines`: (role, url, requests in flight, usable) of each."""
+    def text(self, engines: list[tuple[str, str, int, bool, bool]]) -> str:
+        """`engines`: (role, url, requests in flight, usable, unhealthy) of each."""
         page = _Page()
         page.family("requests_total", "counter", "Client requests by endpoint and outcome.")
         for (endpoint, outcome), count in sorted(self.requests.items()):
@@ -93,11 +93,14 @@ class Metrics:
             page.sample(f"{name}_sum", total.sum_s)
             page.sample(f"{name}_count", total.count)
         page.family("engine_in_flight", "gauge", "Legs open at an engine.")
-        for role, url, in_flight, _ in engines:
+        for role, url, in_flight, *_ in engines:
             page.sample("engine_in_flight", in_flight, role=role, url=url)
         page.family("engine_usable", "gauge", "1 if requests may be sent to the engine.")
-        for role, url, _, usable in engines:
+        for role, url, _, usable, _ in engines:
             page.sample("engine_usable", int(usable), role=role, url=url)
+        page.family("engine_unhealthy", "gauge", "1 if the engine says that it may load no KV.")
+        for role, url, *_, unhealthy in engines:
+            page.sample("engine_unhealthy", int(unhealthy), role=role, url=url)
         return page.text()
 
 

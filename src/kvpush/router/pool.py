@@ -11,7 +11,10 @@ from kvpush.router.errors import ApiError
 
 
 class Pool:
-    """Hands out the engine with the fewest legs in flight; among equals the one whose last turn is longest ago."""
+    """Hands out the engine with the fewest legs in flight; among equals the one whose last turn is longest ago.
+
+    Engines that say they are unhealthy serve, but more slowly: they get requests only if all are.
+    """
 
     def __init__(
         self, role: str, urls: tuple[str, ...], make: Callable[[str, str, Callable[[], None]], Backend]
@@ -36,7 +39,7 @@ class Pool:
             troubles = "; ".join(f"{backend.url}: {backend.trouble or 'not probed yet'}" for backend in self.backends)
             message = f"No {self.role} engine is usable ({troubles})"
             raise ApiError(503, message, outcome="unavailable", retryable=False) from None
-        chosen = min(usable, key=lambda backend: (backend.in_flight, backend.picked))
+        chosen = min(usable, key=lambda backend: (bool(backend.unhealthy), backend.in_flight, backend.picked))
         self._turn += 1
         chosen.picked = self._turn
         chosen.in_flight += 1

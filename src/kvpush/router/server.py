@@ -68,6 +68,9 @@ def router_command(
     probe_timeout_s: Annotated[float, typer.Option(help="For one probe or health check.")] = 10.0,
     identity_wait_s: Annotated[float, typer.Option(help="How long a request waits for a usable engine.")] = 10.0,
     health_interval_s: Annotated[float, typer.Option(help="Between two health checks of an engine.")] = 2.0,
+    condition_interval_s: Annotated[
+        float, typer.Option(help="Between two questions to a decode engine whether it may load KV.")
+    ] = 10.0,
     prefill_grace_s: Annotated[float, typer.Option(help="How long a prefill leg may outlive its decode leg.")] = 1.0,
     shutdown_timeout_s: Annotated[
         float, typer.Option(help="What requests in flight get when the router stops.")

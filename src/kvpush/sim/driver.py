@@ -70,6 +70,7 @@ def draw_spec(random: Random, role: str, mood: str, staged: bool) -> EngineSpec:
         pause_s=random.choice([1e-4, 1e-3, 2e-2] if mood != "crowded" else [1e-3, 2e-2]),
         # Who takes only staged transfers must not be sent to by who cannot stage.
         path=random.choice(["staged", "auto"] if staged else ["direct", "auto"]),
+        quarantine_max_blocks=random.choice([0, 1, 6]),
     )
 
 

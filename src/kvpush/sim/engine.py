@@ -37,6 +37,7 @@ class EngineSpec:
     integrity: bool
     forward_s: tuple[float, float]
     pause_s: float
+    quarantine_max_blocks: int = 0
     tp_size: int = 1
     path: Path = "direct"
 

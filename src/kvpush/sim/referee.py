@@ -129,6 +129,13 @@ class Referee:
         self._note_dark(load)
         self._trace(worker, f"fetches {fetch.key} for {fetch.request_id} from token {fetch.first_token} into {blocks}")
 
+    def on_given(self, worker: Worker, fetch: Fetch, quarantined: int) -> None:
+        """The transfer thread has taken up a load: it may ask for writes only while not too much is in quarantine."""
+        limit = worker.spec.quarantine_max_blocks
+        asked = worker.core._consumer_side._consumer.receive(fetch.request_id) is not None
+        if limit and quarantined > limit and asked:
+            self._break(f"{worker.agent} gives blocks to a writer while {quarantined} are in quarantine")
+
     def on_result(self, worker: Worker, result: Result) -> None:
         self.seen[type(result).__name__] += 1
         self._trace(worker, f"-> {result}")

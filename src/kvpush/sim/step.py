@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal, Protocol
 
 from kvpush.sim.request import Request
 from kvpush.transfer.commands import BlockTable, Command, Progress
+from kvpush.transfer.quarantine import Quarantine, Rank
 
 
 class Half(Protocol):
@@ -21,6 +22,7 @@ class Half(Protocol):
     def on_allocated(self, request_id: str, blocks: BlockTable, num_external_tokens: int) -> None: ...
     def on_step(self, output: Any) -> tuple[list[Command], list[Progress]]: ...
     def on_reported(self, received: Iterable[str] | None) -> None: ...
+    def on_quarantines(self, quarantines: Mapping[Rank, Quarantine]) -> bool: ...
     def on_finished(self, request: Any, block_ids: BlockTable) -> bool: ...
 
 
@@ -64,7 +66,8 @@ class Step:
     """One engine step.
 
     before, after: the connector's metadata. fresh: blocks that hold what others left in them. reports: (request, which,
-    rank); sent, received: those that every rank has made by now. pending: ranks that have not finished it.
+    rank); sent, received: those that every rank has made by now. quarantines: what ranks hold, where that has changed.
+    pending: ranks that have not finished it.
     """
 
     number: int
@@ -77,6 +80,7 @@ class Step:
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     invalid: set[int] = field(default_factory=set)
+    quarantines: dict[Rank, Quarantine] = field(default_factory=dict)
     pending: int = 1
     done: bool = False
 

@@ -90,10 +90,12 @@ class Worker:
             PeerAddress(engine.host, PORT, 0, tp_rank), geometry, TIMING,
             reader=self if self.spec.integrity else None, stream=self.spec.stream,
             paths=PathConfig(self.spec.path, COSTS, self.staging),
+            quarantine_max_blocks=self.spec.quarantine_max_blocks,
         )  # fmt: skip
         dialer = SimDialer(self.world, agent, self.look)
         prover = SimProver(self.world, agent, engine.host)
         self.core = TransferCore(config, self.transport, dialer, prover, self.fence)
+        self._told = self.core.quarantine
         self._commands: deque[tuple[Command, Event]] = deque()
         self._results: list[Result] = []
         self._launching: deque[Step] = deque()
@@ -212,6 +214,8 @@ class Worker:
     def _collect(self, step: Step) -> None:
         results, self._results = self._results, []
         sent, received = self.reports.collect(step.finished_ids, results)
+        if self.core.quarantine != self._told:
+            self._told = step.quarantines[self.core.rank] = self.core.quarantine
         self.engine.on_collected(step, self, sent, received, self.reports.take_invalid_blocks())
 
     def _scrub(self, blocks: Sequence[int]) -> None:
@@ -257,7 +261,10 @@ class Worker:
         now_s, random = self.world.now_s, self.world.fabric.random
         while self._commands:
             command, event = self._commands.popleft()
+            quarantined = self.core.quarantine.num_blocks
             self.core.command(command, now_s, event)
+            if isinstance(command, Fetch):
+                self.world.referee.on_given(self, command, quarantined)
         if self.core.writing and random.random() < 0.5:
             # The interpreter may take the thread off here, and let the engine's main thread do something meanwhile.
             self._after(random.random() * self.spec.pause_s, self._poll)

@@ -25,6 +25,7 @@ from kvpush.transfer.connections import Connections, Delivered, Disconnected, Un
 from kvpush.transfer.connections import Event as ConnectionEvent
 from kvpush.transfer.counters import Counters
 from kvpush.transfer.integrity import Digester
+from kvpush.transfer.quarantine import Quarantine
 from kvpush.transfer.records import Records
 from kvpush.transfer.results import LoadFailed, Received, Released, Result
 from kvpush.transfer.staging.unstager import Target, Unstager
@@ -38,7 +39,11 @@ Command = Announce | Withdraw | Fetch | Refuse | Cancel | Release
 
 
 class ConsumerSide:
-    """Owned by the transfer thread."""
+    """Owned by the transfer thread.
+
+    max_quarantined: while more blocks are in quarantine nobody is asked to write; 0 sets no limit.
+    quarantine: what is held now; replaced whole, so that any thread may read it.
+    """
 
     def __init__(
         self,
@@ -52,6 +57,8 @@ class ConsumerSide:
         counters: Counters,
         records: Records,
         results: deque[Result],
+        *,
+        max_quarantined: int,
     ) -> None:
         self._consumer = consumer
         self._sender = sender
@@ -63,6 +70,9 @@ class ConsumerSide:
         self._counters = counters
         self._records = records
         self._results = results
+        self._max_quarantined = max_quarantined
+        self._quarantined: dict[RequestId, Quarantine] = {}
+        self.quarantine = Quarantine()
         self._fetches: dict[RequestId, Fetch] = {}
         self._engine_ids: dict[SendKey, str] = {}  # who alone may get a registration, where the client says so
         self._broken: set[AgentName] = set()  # incarnations whose connection has broken while they might write
@@ -76,11 +86,6 @@ class ConsumerSide:
     def expects(self, agent: AgentName) -> bool:
         """This incarnation may write here."""
         return self._consumer.expects(agent) or agent in self._addresses
-
-    @property
-    def num_quarantined_blocks(self) -> int:
-        held = (self._fetches.get(receive.request_id) for receive in self._consumer.quarantined)
-        return sum(len(group) for fetch in held if fetch is not None for group in fetch.blocks)
 
     def command(self, command: Command, now_s: float) -> None:
         match command:
@@ -169,6 +174,9 @@ class ConsumerSide:
 
     def _fetch(self, fetch: Fetch, now_s: float) -> list[Action]:
         address = self._rank_at(fetch.peer)
+        if self._max_quarantined and self.quarantine.num_blocks > self._max_quarantined:
+            # The scheduler half asks for no more loads then; this one was on its way. P shall not wait for it.
+            return [*self._refuse(fetch.request_id, "quarantine_full"), *self._consumer.release(fetch.key, [address])]
         try:
             actions = self._consumer.register(
                 fetch.request_id, fetch.key, fetch.prompt, fetch.first_token, _parts(fetch.blocks), fetch.consumers,
@@ -213,12 +221,26 @@ class ConsumerSide:
                     self._release(action.request_id)
                 case Quarantined():
                     self._counters.add("quarantines")
+                    self._quarantined[action.request_id] = self._held(action)
+                    self._sum_up()
                     _log.warning(
                         "kvpush: blocks of request %s stay in quarantine: %s may still write them and does not answer",
                         action.request_id, ", ".join(str(writer) for writer in action.writers),
                     )  # fmt: skip
                 case _:
                     raise AssertionError(f"the consumer asked for {action}")
+
+    def _held(self, action: Quarantined) -> Quarantine:
+        """The part of a request's memory that its writers were given."""
+        fetch = self._fetches[action.request_id]
+        first_block = fetch.first_token // self._block_size
+        num_blocks = sum(len(group[first_block:]) for group in fetch.blocks)
+        return Quarantine(num_blocks, tuple(str(writer) for writer in action.writers))
+
+    def _sum_up(self) -> None:
+        held = self._quarantined.values()
+        writers = {writer for one in held for writer in one.writers}
+        self.quarantine = Quarantine(sum(one.num_blocks for one in held), tuple(sorted(writers)))
 
     def _verify(self, action: Verify, now_s: float) -> list[Action]:
         fetch = self._fetches[action.request_id]
@@ -256,6 +278,8 @@ class ConsumerSide:
             self._unpacking.append(request_id)
             return
         self._forget(request_id)
+        if self._quarantined.pop(request_id, None) is not None:
+            self._sum_up()
         self._records.end(request_id, "released")
         self._results.append(Released(request_id))
 

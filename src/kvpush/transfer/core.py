@@ -29,6 +29,7 @@ from kvpush.transfer.integrity import CacheReader, Digester
 from kvpush.transfer.pieces import DIRECT, PathConfig
 from kvpush.transfer.producer_side import ProducerSide
 from kvpush.transfer.prover import Prover
+from kvpush.transfer.quarantine import Quarantine
 from kvpush.transfer.records import Records
 from kvpush.transfer.results import Result
 from kvpush.transfer.sources import PASSED, Event
@@ -49,7 +50,8 @@ class CoreConfig:
     """What a core needs to know of its rank.
 
     sender: where peers reach this rank's side channel. cache: its KV cache. reader: reads KV for digests; None switches
-    integrity off. stream: push whole blocks after every chunk. paths: how pieces travel.
+    integrity off. stream: push whole blocks after every chunk. paths: how pieces travel. quarantine_max_blocks: with
+    more of them in quarantine nobody is asked to write; 0 sets no limit.
     """
 
     sender: PeerAddress
@@ -58,6 +60,7 @@ class CoreConfig:
     reader: CacheReader | None = None
     stream: bool = True
     paths: PathConfig = DIRECT
+    quarantine_max_blocks: int = 0
 
 
 class TransferCore:
@@ -72,7 +75,6 @@ class TransferCore:
         self._results: deque[Result] = deque()
         self._next_tick_s = self._now_s = 0.0
         self._deaf = False
-        self.num_quarantined_blocks = 0  # as of the last tick; read by the engine's thread
         self._asked_s: dict[AgentName, float] = {}
         digester = Digester(config.reader) if config.reader is not None else None
         producer = Producer(config.timing, block_size=config.cache.block_size, stream=config.stream)
@@ -91,12 +93,22 @@ class TransferCore:
         self._consumer_side = ConsumerSide(
             consumer, config.sender, config.cache.block_size, self._connections, digester, unstager,
             config.paths.path != "staged", self.counters, self.records, self._results,
+            max_quarantined=config.quarantine_max_blocks,
         )  # fmt: skip
+        self.rank = (config.sender.pp_rank, config.sender.tp_rank)
 
     @property
     def idle(self) -> bool:
         """No transfer is known to either half; only tombstones may be left."""
         return self._producer_side.idle and self._consumer_side.idle and not self._connections.dialing
+
+    @property
+    def quarantine(self) -> Quarantine:
+        """Memory that writers may still reach although nobody waits for them. Any thread may ask.
+
+        It never holds a request whose `Released` can be taken already.
+        """
+        return self._consumer_side.quarantine
 
     @property
     def writing(self) -> bool:
@@ -112,7 +124,7 @@ class TransferCore:
     def levels(self) -> dict[str, int]:
         """How much is open now, by the names of the metrics; read by the engine's thread."""
         return {
-            "quarantined_blocks": self.num_quarantined_blocks,
+            "quarantined_blocks": self.quarantine.num_blocks,
             "open_transfers": len(self.records),
             "open_writes": self._producer_side.num_open_writes,
         }
@@ -158,7 +170,6 @@ class TransferCore:
             self._consumer_side.tick(now_s)
             self._seek_proof(now_s)
             self._connections.tick()
-            self.num_quarantined_blocks = self._consumer_side.num_quarantined_blocks
         self._settle(now_s)
 
     def close(self) -> None:

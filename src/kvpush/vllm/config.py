@@ -13,6 +13,7 @@ from kvpush.protocol.messages import MAX_SLOTS
 from kvpush.protocol.timing import Timing
 from kvpush.transfer.addresses import AddressRefused, AllowList, check_form
 from kvpush.transfer.integrity import IntegrityMode
+from kvpush.transfer.quarantine import default_max_blocks
 
 DEFAULT_PORT = 14_600
 HOST_VARIABLE = "KVPUSH_SIDE_CHANNEL_HOST"
@@ -37,13 +38,14 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine's main thread may keep the interpreter while the transfer thread wants it (Python's default is 5 ms; 0 leaves
     it). stream: push whole blocks after every chunk of the prompt. integrity: compare digests of the KV at both sides
     (slow; for tests). recompute_below_tokens: what D's own cache lacks and D computes itself rather than ask for it;
-    default one block. preempt_wait_s: how long P may wait for writes before it takes blocks back. path: how KV
-    travels: `direct` (P writes into D's blocks), `staged` (packed, by way of slots of D's; what fails then leaves
-    nothing in quarantine) or `auto`, whichever is faster. staging_bytes: memory for that on each device and for each
-    role; default 512 MiB on GPUs, 64 MiB on the CPU. staging_slots: into how many slots D divides it; the first
-    prefill rank that writes to D gets three quarters of them, the next one three quarters of the rest, and so on; who
-    finds none left writes directly, or, where D takes staged transfers only, fails them. timing: the protocol's bounds;
-    its fields stand beside the others in the configuration.
+    default one block. preempt_wait_s: how long P may wait for writes before it takes blocks back.
+    quarantine_max_blocks: with more blocks in quarantine D is unhealthy and loads nothing; by default a quarter of the
+    pool, 0 sets no limit. path: how KV travels: `direct` (P writes into D's blocks), `staged` (packed, by way of slots
+    of D's; what fails then leaves nothing in quarantine) or `auto`, whichever is faster. staging_bytes: memory for that
+    on each device and for each role; default 512 MiB on GPUs, 64 MiB on the CPU. staging_slots: into how many slots D
+    divides it; the first prefill rank that writes to D gets three quarters of them, the next one three quarters of the
+    rest, and so on; who finds none left writes directly, or, where D takes staged transfers only, fails them. timing:
+    the protocol's bounds; its fields stand beside the others in the configuration.
     """
 
     side_channel_host: str = "127.0.0.1"
@@ -56,6 +58,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     integrity: IntegrityMode = "off"
     recompute_below_tokens: int | None = None
     preempt_wait_s: float = 0.05
+    quarantine_max_blocks: int | None = None
     handshake_timeout_s: float = 10.0
     path: Path = "auto"
     staging_bytes: int | None = None
@@ -87,7 +90,15 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"staging_bytes must be 64 KiB to 1 TiB, got {self.staging_bytes}")
         if not 2 <= self.staging_slots <= MAX_SLOTS:
             raise ValueError(f"staging_slots must be 2 to {MAX_SLOTS}, got {self.staging_slots}")
+        if self.quarantine_max_blocks is not None and self.quarantine_max_blocks < 0:
+            raise ValueError(f"quarantine_max_blocks must be 0 (no limit) or more, got {self.quarantine_max_blocks}")
         AllowList(self.allowed_hosts)
+
+    def max_quarantined(self, num_blocks: int) -> int:
+        """How many of a pool's blocks may be in quarantine; 0: all of them."""
+        if self.quarantine_max_blocks is None:
+            return default_max_blocks(num_blocks)
+        return self.quarantine_max_blocks
 
 
 def parse_options(extra: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Options:

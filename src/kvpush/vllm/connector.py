@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 
@@ -85,12 +86,15 @@ class KVPushConnector(KVConnectorBase_V1, SupportsHMA):
         counters = half.counters if half is not None else None
         new = counters.take() if counters is not None else {}
         data = {f"{name}:{label}": count for (name, label), count in new.items()}
-        for name, level in (self._worker.levels if self._worker is not None else {}).items():
+        for name, level in (half.levels if half is not None else {}).items():
             change = level - self._last_levels.get(name, 0)
             if change:
                 data[f"{name}:"] = change
             self._last_levels[name] = level
         return PushStats(data=data) if data else None
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._at_worker().news()
 
     # Scheduler half
 
@@ -117,7 +121,9 @@ class KVPushConnector(KVConnectorBase_V1, SupportsHMA):
         return self._at_scheduler().build_metadata(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._at_scheduler().on_reported(connector_output.finished_recving)
+        scheduler = self._at_scheduler()
+        scheduler.on_news(getattr(connector_output, "kv_connector_worker_meta", None))
+        scheduler.on_reported(connector_output.finished_recving)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))

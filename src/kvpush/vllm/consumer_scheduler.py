@@ -11,6 +11,8 @@ from typing import Any
 from kvpush.protocol.ids import RequestId, SendKey, TransferId
 from kvpush.protocol.prompt import PromptIdentity
 from kvpush.transfer.commands import Announce, BlockTable, Cancel, Command, Fetch, Refuse, Release, Withdraw
+from kvpush.transfer.counters import Counters
+from kvpush.transfer.quarantine import Health
 from kvpush.vllm.identity import identity_of
 from kvpush.vllm.params import Consume
 
@@ -35,6 +37,7 @@ class _Load:
     stage: _Stage = _Stage.NEW
     consumer: int | None = None
     phantom: bool = False
+    refused: bool = False  # it would have been loaded, but no writer may get memory now
 
 
 @dataclass(slots=True)
@@ -57,8 +60,11 @@ class _Transfer:
 class ConsumerScheduler:
     """Turns scheduler calls into commands for the workers. No clock, no I/O."""
 
-    def __init__(self, recompute_below_tokens: int, *, prefix_caching: bool) -> None:
+    def __init__(
+        self, recompute_below_tokens: int, counters: Counters, health: Health, *, prefix_caching: bool
+    ) -> None:
         self._recompute_below = recompute_below_tokens
+        self._counters, self._health = counters, health
         self._prefix_caching = prefix_caching
         self._loads: dict[RequestId, _Load] = {}
         self._transfers: dict[TransferId, _Transfer] = {}
@@ -88,7 +94,8 @@ class ConsumerScheduler:
         if load is None or load.stage is not _Stage.NEW:
             return 0, False
         missing = load.num_prompt_tokens - num_computed_tokens
-        if missing <= self._recompute_below:
+        load.refused = not self._health.healthy
+        if missing <= self._recompute_below or load.refused:
             return 0, False
         transfer = self._transfers[load.params.transfer_id]
         known = transfer.take_index(load) < load.params.consumers
@@ -107,6 +114,8 @@ class ConsumerScheduler:
             load.stage = _Stage.DONE
             load.phantom = self._is_phantom(load, transfer)
             if not load.phantom:
+                if load.refused:
+                    self._counters.add("loads_refused", "quarantine")
                 self._release(load, transfer)
             elif len(transfer.loads) == 1:
                 self._close(load, transfer)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvpush.transfer.commands import BlockTable, Command, Progress, Stalled
 from kvpush.transfer.counters import Counters
+from kvpush.transfer.quarantine import Health, Quarantine, Rank
 from kvpush.vllm.consumer_scheduler import ConsumerScheduler
 from kvpush.vllm.params import BadParams, Consume, Params, Probe, Produce, parse_params
 from kvpush.vllm.producer_scheduler import ProducerScheduler
@@ -20,7 +21,8 @@ _COMPLETE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"
 class SchedulerHalves:
     """What the scheduler half does for requests. produces, consumes: the roles that this engine may take.
 
-    recompute_below_tokens: what D computes itself rather than ask for it.
+    recompute_below_tokens: what D computes itself rather than ask for it. quarantine_max_blocks: with more blocks in
+    quarantine at any rank, prompts are computed here and nothing is loaded; 0 sets no limit.
     """
 
     def __init__(
@@ -31,13 +33,17 @@ class SchedulerHalves:
         prefix_caching: bool = True,
         produces: bool = True,
         consumes: bool = True,
+        quarantine_max_blocks: int = 0,
     ) -> None:
         self._produces, self._consumes = produces, consumes
         self._producer = ProducerScheduler(block_size)
-        self._consumer = ConsumerScheduler(recompute_below_tokens, prefix_caching=prefix_caching)
+        self.counters = Counters()
+        self.health = Health(quarantine_max_blocks)
+        self._consumer = ConsumerScheduler(
+            recompute_below_tokens, self.counters, self.health, prefix_caching=prefix_caching
+        )
         self._without_blocks: set[str] = set()  # asked for in this step, and not admitted
         self._stalled = False
-        self.counters = Counters()
 
     @property
     def idle(self) -> bool:
@@ -91,6 +97,10 @@ class SchedulerHalves:
     def on_reported(self, received: Iterable[str] | None) -> None:
         for request_id in received or ():
             self._consumer.on_reported(request_id)
+
+    def on_quarantines(self, quarantines: Mapping[Rank, Quarantine]) -> bool:
+        """What ranks hold in quarantine now; True if the engine has become unhealthy by it, or healthy again."""
+        return self.health.update(quarantines)
 
     def produces(self, request_id: str) -> bool:
         """The request's KV is handed over."""

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 from kvpush.transfer.commands import Command, Progress
+from kvpush.transfer.quarantine import Quarantine, Rank
 
 
 @dataclass
@@ -22,3 +27,15 @@ class RankMetadata(KVConnectorHandshakeMetadata):
     """A worker's RankInfo, encoded: what the side channel tells peers about this rank."""
 
     rank: bytes
+
+
+@dataclass
+class RankNews(KVConnectorWorkerMetadata):
+    """What workers tell the scheduler half after a step, of ranks where it has changed."""
+
+    quarantines: dict[Rank, Quarantine] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> RankNews:
+        """The news of several ranks as one; each speaks of itself."""
+        assert isinstance(other, RankNews)
+        return RankNews({**self.quarantines, **other.quarantines})

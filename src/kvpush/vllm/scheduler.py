@@ -16,7 +16,7 @@ from kvpush.vllm import compat
 from kvpush.vllm.config import Options
 from kvpush.vllm.halves import SchedulerHalves
 from kvpush.vllm.identity import check_cache, check_engine, engine_info
-from kvpush.vllm.metadata import RankMetadata, StepMetadata
+from kvpush.vllm.metadata import RankMetadata, RankNews, StepMetadata
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ class PushScheduler:
             prefix_caching=vllm_config.cache_config.enable_prefix_caching,
             produces=transfer.is_kv_producer,
             consumes=transfer.is_kv_consumer,
+            quarantine_max_blocks=options.max_quarantined(kv_cache_config.num_blocks),
         )
         self.counters = self._halves.counters
         self._num_ranks = self._engine.tp_size * self._engine.pp_size
@@ -80,6 +81,16 @@ class PushScheduler:
         before, after = self._halves.on_step(output)
         return StepMetadata(before=before, after=after)
 
+    @property
+    def levels(self) -> dict[str, int]:
+        """See `stats.GAUGES`."""
+        return {"unhealthy": int(not self._halves.health.healthy)}
+
+    def on_news(self, news: object) -> None:
+        """What the workers have told with this step's output, if anything."""
+        if isinstance(news, RankNews) and self._halves.on_quarantines(news.quarantines):
+            self._side_channel.set_trouble(self._halves.health.trouble)
+
     def on_reported(self, received: set[str] | None) -> None:
         self._halves.on_reported(received)
 
@@ -100,7 +111,9 @@ class PushScheduler:
     def _identity(self, request: Any) -> dict[str, Any]:
         """Who this engine is, in the keys that routers know; a decode engine can use it as its kv_transfer_params."""
         params = request.kv_transfer_params or {}
+        trouble = self._halves.health.trouble
         return {
+            **({"kvpush_unhealthy": trouble} if trouble else {}),
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "transfer_id": params.get("transfer_id"),

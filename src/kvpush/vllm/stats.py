@@ -28,6 +28,7 @@ COUNTERS = {
     "transport_errors": "Times that the transport could not read its messages",
     "protocol_errors": "Commands that made no sense: defects of kvpush",
     "preemptions": "Offered requests that were preempted; label poisoned: while they were being read",
+    "loads_refused": "Prompts that this engine computed itself because nothing may be loaded, by reason",
     "quarantines": "Requests whose blocks went into quarantine",
     "integrity": "Digest comparisons, by result",
     "bad_params": "Requests whose kv_transfer_params were refused",
@@ -36,7 +37,8 @@ COUNTERS = {
 
 # Gauge -> what it shows now.
 GAUGES = {
-    "quarantined_blocks": "Blocks in quarantine",
+    "quarantined_blocks": "Blocks in quarantine, added up over ranks",
+    "unhealthy": "1 while too many blocks are in quarantine and nothing is loaded",
     "open_transfers": "Requests whose hand-over has not ended at this engine, as producer or as consumer",
     "open_writes": "Writes in flight, and failed ones of which bytes may still land",
 }
@@ -65,7 +67,7 @@ class PushStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class PushPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """`kvpush_<counter>_total{reason=...}` for each engine."""
+    """`kvpush_<counter>_total{reason=...}` and `kvpush_<level>` for each engine."""
 
     def __init__(
         self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine: dict[int, list[Any]]

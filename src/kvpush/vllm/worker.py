@@ -22,6 +22,7 @@ from kvpush.transfer.fence import Fence
 from kvpush.transfer.pieces import PathConfig
 from kvpush.transfer.proof import WriterProof
 from kvpush.transfer.prover import ProcessProver
+from kvpush.transfer.quarantine import Quarantine
 from kvpush.transfer.reports import Reports
 from kvpush.transfer.sidechannel import RankInfo, current_process, secret_from_environment
 from kvpush.transfer.sources import PASSED, Event
@@ -32,7 +33,7 @@ from kvpush.vllm import compat
 from kvpush.vllm.cache import PagedCache
 from kvpush.vllm.config import Options
 from kvpush.vllm.identity import check_cache, check_engine, engine_info
-from kvpush.vllm.metadata import RankMetadata, StepMetadata
+from kvpush.vllm.metadata import RankMetadata, RankNews, StepMetadata
 from kvpush.vllm.staging import build_staging, regions_of
 
 _log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class PushWorker:
         self._thread: TransferThread | None = None
         self._rank: RankInfo | None = None
         self._cuda = False
+        self._quarantine = self._told = Quarantine()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Makes the caches reachable for peers and starts the transfer thread."""
@@ -95,6 +97,7 @@ class PushWorker:
             reader=cache if options.integrity != "off" else None,
             stream=options.stream,
             paths=PathConfig(options.path, CPU_COSTS if cache.device is None else GPU_COSTS, staging),
+            quarantine_max_blocks=options.max_quarantined(self._kv_cache_config.num_blocks),
         )
         mine = engine_info(self._vllm_config, self._kv_cache_config, incarnation=f"worker-{os.getpid()}")
         dialer = SideChannelDialer(mine, allowed, secret, options.handshake_timeout_s)
@@ -119,8 +122,17 @@ class PushWorker:
 
     @property
     def levels(self) -> dict[str, int]:
-        """What is open now: see `stats.GAUGES`."""
-        return self._core.levels if self._core is not None else {}
+        """What is open now (see `stats.GAUGES`), and what is in quarantine as of the last `collect`."""
+        if self._core is None:
+            return {}
+        return {**self._core.levels, "quarantined_blocks": self._quarantine.num_blocks}
+
+    def news(self) -> RankNews | None:
+        """What the scheduler half has to know of this rank as of the last `collect`; None if that has not changed."""
+        if self._core is None or self._quarantine == self._told:
+            return None
+        self._told = self._quarantine
+        return RankNews({self._core.rank: self._quarantine})
 
     def handshake_metadata(self) -> RankMetadata | None:
         return None if self._rank is None else RankMetadata(msgspec.msgpack.encode(self._rank))
@@ -147,7 +159,12 @@ class PushWorker:
     def collect(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """(finished_sending, finished_recving) of this step; each request once, and only while the engine holds it."""
         self.after_forward()
-        return self._reports.collect(finished_req_ids, self._running().take_results())
+        results = self._running().take_results()
+        if self._core is not None:
+            # Behind the results: a release is never seen before its quarantine's end. And once for the whole step: a
+            # version may drop what is told without reports, blocks or stats; with one of these it goes through.
+            self._quarantine = self._core.quarantine
+        return self._reports.collect(finished_req_ids, results)
 
     def take_invalid_blocks(self) -> set[int]:
         return self._reports.take_invalid_blocks()

@@ -96,8 +96,12 @@ def test_the_bounds_of_the_protocol_are_told_once_more_without_contradiction() -
 def test_the_counters_that_are_named_exist() -> None:
     named = set(re.findall(r"`kvpush_(\w+)`", PAGE))
     tree = ast.parse((ROOT / "src/kvpush/vllm/stats.py").read_text())  # importing it would import vLLM
-    [counters] = [node.value for node in tree.body if isinstance(node, ast.Assign) and "COUNTERS" in ast.dump(node)]
-    exported = {f"{name}_total" for name in ast.literal_eval(counters)} | {"quarantined_blocks"}
+    tables = {
+        node.targets[0].id: ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    exported = {f"{name}_total" for name in tables["COUNTERS"]} | set(tables["GAUGES"])
     assert named
     assert named <= exported
 

@@ -210,3 +210,49 @@ def test_an_identity_is_checked_field_by_field(field: str, value: Any) -> None:
         Identity.of({**GOOD, field: value})
     with pytest.raises(IdentityError, match=field):
         Identity.of({key: content for key, content in GOOD.items() if key != field})
+
+
+# How decode engines are
+
+
+@async_test
+async def test_an_unhealthy_decode_engine_is_shown_and_spared() -> None:
+    async with cluster(decodes=2, health_interval_s=0.02, condition_interval_s=0.05) as it:
+        why = "9 KV blocks are in quarantine"
+        it.d[0].probe = Answer(params={**it.d[0].identity(), "kvpush_unhealthy": why})
+        first = it.parts.decode.backends[0]
+        await eventually(lambda: first.unhealthy == why)
+        for _ in range(4):
+            assert (await it.post(HELLO))[0] == 200
+        assert (len(it.d[0].seen), len(it.d[1].seen)) == (0, 4)
+        async with it.http.get(it.url + "/health") as response:
+            assert response.status == 200  # it serves, if need be
+            assert (await response.json())["unhealthy"] == {it.d[0].url: why}
+        async with it.http.get(it.url + "/metrics") as response:
+            text = await response.text()
+        assert f'engine_unhealthy{{role="decode",url="{it.d[0].url}"}} 1' in text
+        assert f'engine_unhealthy{{role="decode",url="{it.d[1].url}"}} 0' in text
+        assert (await it.status())["decode"][0]["unhealthy"] == why
+        it.d[0].probe = Answer()
+        await eventually(lambda: not first.unhealthy)
+        async with it.http.get(it.url + "/health") as response:
+            assert "unhealthy" not in await response.json()
+
+
+@async_test
+async def test_if_all_decode_engines_are_unhealthy_they_serve() -> None:
+    async with cluster(health_interval_s=0.02, condition_interval_s=0.05) as it:
+        it.d[0].probe = Answer(params={"kvpush_unhealthy": "so many blocks"})
+        await eventually(lambda: it.parts.decode.backends[0].unhealthy)
+        assert (await it.post(HELLO))[0] == 200
+
+
+@pytest.mark.parametrize("answer", [Answer(500, vllm_error(500, "no")), Answer(raw=b"[]"), Answer(hang=True)])
+@async_test
+async def test_a_decode_engine_that_does_not_say_how_it_is_stays_usable(answer: Answer) -> None:
+    async with cluster(health_interval_s=0.02, condition_interval_s=0.05, probe_timeout_s=0.2) as it:
+        it.d[0].probe = answer
+        await eventually(lambda: len(it.d[0].probes) >= 3)
+        assert it.parts.decode.backends[0].ready
+        assert not it.parts.decode.backends[0].unhealthy
+        assert (await it.post(HELLO))[0] == 200

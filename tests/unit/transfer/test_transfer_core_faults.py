@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from transfer_world import TIMING, Faults, Request, World, failure
 
+from kvpush.transfer.quarantine import Quarantine
 from kvpush.transport.base import TransportError
 
 pytestmark = pytest.mark.unit
@@ -66,7 +67,7 @@ def test_a_stopped_producer_keeps_memory_in_quarantine_until_it_goes_on() -> Non
     assert failure(received) == "peer_lost"
     world.run(20, step_s=0.05)
     assert received.ended == ["LoadFailed"]  # silence is no proof, however long
-    assert world["D"].core.num_quarantined_blocks == 4
+    assert world["D"].core.quarantine.num_blocks == 4
     assert world["D"].core.counters.get("quarantines") == 1
     world.fabric.resume("P-0")
     world.until(lambda: received.ended == ["LoadFailed", "Released"], 5, step_s=0.005)
@@ -76,12 +77,69 @@ def test_a_stopped_producer_keeps_memory_in_quarantine_until_it_goes_on() -> Non
 
 
 @pytest.mark.paths("direct")
+def test_above_the_limit_nobody_gets_memory_until_the_quarantine_has_shrunk() -> None:
+    world = World("P", "Q", "D", faults=SLOW, quarantine_max_blocks=3)
+    _, received = _writing(world)
+    world.fabric.stop("P-0")
+    world.run(6, step_s=0.02)
+    assert world["D"].core.quarantine == Quarantine(4, ("P:1000/pp0tp0",))
+    source = world.offer("Q", "other", 8)
+    refused = world.fetch("D", "other", 8, peer="Q")
+    world.prefill("Q", source, 8)
+    world.finish("Q", source)
+    world.until(lambda: source.ended == ["Sent"], 2, step_s=0.005)  # P is told, and does not wait for its bound
+    assert refused.ended == ["LoadFailed", "Released"]
+    assert failure(refused) == "quarantine_full"
+    assert refused.blocks is None
+    world.fabric.resume("P-0")
+    world.until(lambda: received.ended == ["LoadFailed", "Released"], 5, step_s=0.005)
+    assert world["D"].core.quarantine == Quarantine()
+    _deliver(world, "again")
+    world.run(5, step_s=0.02)
+    world.check_idle()
+
+
+@pytest.mark.paths("direct")
+def test_a_release_and_the_quarantine_that_it_ends_are_seen_together() -> None:
+    """An engine that is idle afterwards takes no other step: it must not go on believing that memory is held."""
+    world = World("P", "D", faults=SLOW)
+    _writing(world)
+    world.fabric.stop("P-0")
+    world.run(6, step_s=0.02)
+    core = world["D"].core
+    assert core.quarantine.num_blocks == 4
+    world.fabric.resume("P-0")
+    for _ in range(10_000):
+        world.fabric.advance(world.now_s + 0.0005)
+        for host in ("P", "D"):
+            world[host].core.poll(world.now_s)
+        results = core.take_results()
+        if results:
+            assert [type(result).__name__ for result in results] == ["Released"]
+            assert core.quarantine.num_blocks == 0
+            return
+    pytest.fail("the memory was not released")
+
+
+@pytest.mark.paths("direct")
+def test_what_d_had_already_is_not_counted_as_quarantined() -> None:
+    world = World("P", "D", faults=SLOW)
+    source = world.offer("P", "t", 16)
+    world.fetch("D", "t", 16, first_token=8)
+    world.prefill("P", source, 16)
+    world.until(lambda: world["P"].transport.in_flight > 0, 2)
+    world.fabric.stop("P-0")
+    world.run(6, step_s=0.02)
+    assert world["D"].core.quarantine.num_blocks == 2  # of four
+
+
+@pytest.mark.paths("direct")
 def test_a_stopped_producer_that_is_killed_sets_quarantined_memory_free() -> None:
     world = World("P", "D", faults=SLOW)
     _, received = _writing(world)
     world.fabric.stop("P-0")
     world.run(6, step_s=0.02)
-    assert world["D"].core.num_quarantined_blocks == 4
+    assert world["D"].core.quarantine.num_blocks == 4
     world.fabric.kill("P-0")
     world.until(lambda: received.ended == ["LoadFailed", "Released"], 3, step_s=0.01)
     world.run(0.2)

@@ -89,7 +89,7 @@ def test_a_stopped_producer_costs_no_block_and_reaches_none_when_it_goes_on() ->
     took_s = world.until(lambda: received.ended == ["LoadFailed", "Released"], 5, step_s=0.005)
     assert took_s < 3.5
     assert failure(received) == "peer_lost"
-    assert world["D"].core.num_quarantined_blocks == 0
+    assert world["D"].core.quarantine.num_blocks == 0
     before = world["D"].memory.copy()  # the blocks are free: this is what others have in them
     landed = world.num_landed
     world.fabric.resume("P-0")

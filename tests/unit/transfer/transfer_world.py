@@ -102,6 +102,7 @@ class Engine:
         stream: bool,
         fingerprint: str,
         path: Path,
+        quarantine_max_blocks: int,
     ) -> None:
         self.world, self.host, self.fingerprint = world, host, fingerprint
         self.engine_id = f"engine-{host}-{life}"
@@ -134,6 +135,7 @@ class Engine:
             reader=self if integrity else None,
             stream=stream,
             paths=PathConfig(path, COSTS, self.staging),
+            quarantine_max_blocks=quarantine_max_blocks,
         )
         self.dialer = Dialing(world)
         self.prover = Proving(world)
@@ -296,6 +298,7 @@ class World:
         stream: bool = True,
         fingerprint: str = "same",
         path: Path | None = None,
+        quarantine_max_blocks: int = 0,
     ) -> Engine:
         """Starts an engine, or its next life: then whatever lived there before must be dead."""
         if host in self.engines:
@@ -305,6 +308,7 @@ class World:
         self.engines[host] = Engine(
             self, host, life, num_blocks, integrity=integrity, stream=stream, fingerprint=fingerprint,
             path=path or self.path,
+            quarantine_max_blocks=quarantine_max_blocks,
         )  # fmt: skip
         return self.engines[host]
 

@@ -83,7 +83,8 @@ class FullAttentionSpec:
 
 
 def kv_cache_config() -> Any:
-    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=FullAttentionSpec(), layer_names=["l0"])])
+    groups = [SimpleNamespace(kv_cache_spec=FullAttentionSpec(), layer_names=["l0"])]
+    return SimpleNamespace(kv_cache_groups=groups, num_blocks=64)
 
 
 class InlineThread:
@@ -178,6 +179,7 @@ class Rank:
             finished_sending=sent,
             finished_recving=received,
             invalid_block_ids=connector.get_block_ids_with_load_errors(),
+            kv_connector_worker_meta=connector.build_connector_worker_meta(),
         )
         self.engine.stats.append(connector.get_kv_connector_stats())
         connector.clear_connector_metadata()

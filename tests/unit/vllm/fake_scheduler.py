@@ -370,7 +370,11 @@ class Scheduler:
                         del self._counts[kind, request_id]
                         full[kind].add(request_id)
         self.connector.update_connector_output(
-            SimpleNamespace(finished_recving=full["recving"] or None, finished_sending=full["sending"] or None)
+            SimpleNamespace(
+                finished_recving=full["recving"] or None,
+                finished_sending=full["sending"] or None,
+                kv_connector_worker_meta=_aggregated(results),
+            )
         )
         for request_id in full["recving"]:
             assert request_id in self.requests, f"{request_id} was reported as received, the engine does not hold it"
@@ -384,3 +388,12 @@ class Scheduler:
         for request_id in full["sending"]:
             assert request_id in self.requests, f"{request_id} was reported as sent, the engine does not hold it"
             self._free_blocks(self.requests[request_id])
+
+
+def _aggregated(results: Sequence[SimpleNamespace]) -> Any:
+    """What the ranks tell the scheduler half, as one."""
+    found = None
+    for result in results:
+        meta = result.kv_connector_worker_meta
+        found = meta if found is None else found.aggregate(meta) if meta is not None else found
+    return found

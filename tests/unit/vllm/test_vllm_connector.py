@@ -24,6 +24,7 @@ from kvpush.protocol.ids import RequestId, SendKey, TransferId
 from kvpush.transfer import commands
 from kvpush.transfer.commands import Command, Fetch, Finish, Offer, Preempt, Progress
 from kvpush.transfer.counters import Counters
+from kvpush.transfer.quarantine import Quarantine
 from kvpush.transfer.results import LoadFailed, Released, Result, Sent
 from kvpush.transfer.sidechannel import RankInfo, SideChannelError, current_process
 from kvpush.transfer.sources import PASSED, Event
@@ -33,7 +34,7 @@ from kvpush.vllm import scheduler as scheduler_module
 from kvpush.vllm.config import ConfigError
 from kvpush.vllm.connector import KVPushConnector
 from kvpush.vllm.identity import UnsupportedModel, identity_of
-from kvpush.vllm.metadata import RankMetadata, StepMetadata
+from kvpush.vllm.metadata import RankMetadata, RankNews, StepMetadata
 from kvpush.vllm.stats import COUNTERS, PushPromMetrics, PushStats
 
 pytestmark = pytest.mark.unit
@@ -46,13 +47,16 @@ class SideChannel:
     last: SideChannel
 
     def __init__(self, host: str, port: int, engine: Any, secret: bytes | None) -> None:
-        self.address, self.ranks, self.stopped = (host, port), [], False
+        self.address, self.ranks, self.trouble, self.stopped = (host, port), [], "", False
         SideChannel.last = self
 
     def start(self) -> None: ...
 
     def set_ranks(self, ranks: list[RankInfo]) -> None:
         self.ranks = ranks
+
+    def set_trouble(self, trouble: str) -> None:
+        self.trouble = trouble
 
     def stop(self) -> None:
         self.stopped = True
@@ -76,8 +80,8 @@ class Core:
     """Behind a real transfer thread: books commands, answers those that it is told to answer."""
 
     def __init__(self) -> None:
-        self.idle, self.writing, self.unpacking = True, False, False
-        self.levels = {"quarantined_blocks": 0, "open_transfers": 0}
+        self.idle, self.writing, self.unpacking, self.rank = True, False, False, (0, 0)
+        self.levels, self.quarantine = {"open_transfers": 0}, Quarantine()
         self.counters = Counters()
         self.commands: list[tuple[Command, Event]] = []
         self.answers: dict[str, list[Result]] = {}
@@ -341,19 +345,94 @@ def test_hooks_before_the_caches_are_there_say_so() -> None:
     connector.shutdown()
 
 
+# Quarantine
+
+
+def test_a_worker_tells_of_its_quarantine_when_it_has_changed(worker: KVPushConnector, core: Core) -> None:
+    assert worker.build_connector_worker_meta() is None
+    core.quarantine = Quarantine(5, ("p:1/pp0tp0",))
+    worker.get_finished(set())
+    assert worker.build_connector_worker_meta() == RankNews({(0, 0): core.quarantine})
+    assert worker.build_connector_worker_meta() is None
+    core.quarantine = Quarantine()
+    worker.get_finished(set())
+    news = worker.build_connector_worker_meta()
+    assert news == RankNews({(0, 0): Quarantine()})
+    other = RankNews({(0, 1): Quarantine(1)})
+    assert other.aggregate(news) == RankNews({(0, 0): Quarantine(), (0, 1): Quarantine(1)})
+    assert pickle.loads(pickle.dumps(other)) == other
+
+
+def _ours(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What kvpush has logged; vLLM warns of its own accord."""
+    return [record.getMessage() for record in caplog.records if record.name.startswith("kvpush.")]
+
+
+def test_above_the_limit_the_engine_loads_nothing_and_says_so_everywhere(caplog: pytest.LogCaptureFixture) -> None:
+    scheduler = _connector(KVConnectorRole.SCHEDULER, quarantine_max_blocks=8)
+
+    def tell(**held: int) -> None:
+        news = RankNews({(0, int(rank[1:])): Quarantine(count, (f"p{rank}:1",)) for rank, count in held.items()})
+        with caplog.at_level(logging.WARNING, "kvpush.transfer.quarantine"):
+            scheduler.update_connector_output(
+                SimpleNamespace(finished_recving=None, finished_sending=None, kv_connector_worker_meta=news)
+            )
+
+    def probe() -> Any:
+        leg = request("probe", 1, {"do_remote_decode": True, "kvpush_probe": True})
+        return scheduler.request_finished(leg, [])[1]
+
+    tell(r0=8)
+    assert _ours(caplog) == []
+    assert "kvpush_unhealthy" not in probe()
+    tell(r1=9)
+    tell(r1=10)
+    assert len(_ours(caplog)) == 1  # once, with the number and the writers
+    assert "9 KV blocks" in _ours(caplog)[0]
+    assert "pr0:1, pr1:1 may still write" in _ours(caplog)[0]
+    assert "9 KV blocks" in SideChannel.last.trouble
+    assert "10 KV blocks" in probe()["kvpush_unhealthy"]
+    stats = scheduler.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data == {"unhealthy:": 1}
+    leg = request("r", 12, consume())
+    scheduler.on_new_request(leg)
+    assert scheduler.get_num_new_matched_tokens(leg, 0) == (0, False)
+    tell(r1=0)
+    assert len(_ours(caplog)) == 2
+    assert "healthy again" in _ours(caplog)[1]
+    assert SideChannel.last.trouble == ""
+    assert "kvpush_unhealthy" not in probe()
+    assert scheduler.get_num_new_matched_tokens(leg, 0) == (12, True)
+    stats = scheduler.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data == {"unhealthy:": -1}
+
+
+def test_by_default_a_quarter_of_the_pool_may_be_in_quarantine() -> None:
+    half = _connector(KVConnectorRole.SCHEDULER)._scheduler
+    assert half is not None
+    assert half._halves.health.max_blocks == 16
+    half = _connector(KVConnectorRole.SCHEDULER, quarantine_max_blocks=0)._scheduler
+    assert half is not None
+    assert not half._halves.on_quarantines({(0, 0): Quarantine(10_000)})
+
+
 # Stats
 
 
 def test_stats_are_differences_and_add_up(worker: KVPushConnector, core: Core) -> None:
     core.counters.add("receives")
-    core.levels = {"quarantined_blocks": 5, "open_transfers": 1}
+    core.levels, core.quarantine = {"open_transfers": 1}, Quarantine(5)
+    worker.get_finished(set())
     first = worker.get_kv_connector_stats()
     assert first is not None
     assert first.data == {"receives:": 1, "quarantined_blocks:": 5, "open_transfers:": 1}
     assert worker.get_kv_connector_stats() is None
     core.counters.add("receives", amount=2)
     core.counters.add("loads_failed", "aborted")
-    core.levels = {"quarantined_blocks": 3, "open_transfers": 0}
+    core.levels, core.quarantine = {"open_transfers": 0}, Quarantine(3)
+    worker.get_finished(set())
     second = worker.get_kv_connector_stats()
     assert second is not None
     total = KVPushConnector.build_kv_connector_stats(dict(first.data))

@@ -10,6 +10,7 @@ from scheduler_cases import BLOCK, consume, output, request
 
 from kvpush.protocol.ids import RequestId, SendKey, TransferId
 from kvpush.transfer.commands import Announce, Cancel, Command, Fetch, Refuse, Release, Withdraw
+from kvpush.transfer.quarantine import Quarantine
 from kvpush.vllm import consumer_scheduler
 from kvpush.vllm.halves import SchedulerHalves
 from kvpush.vllm.identity import identity_of
@@ -399,3 +400,35 @@ def test_every_consumer_index_is_spoken_for_once(seed: int) -> None:
             if isinstance(command, Fetch | Release):
                 heard += range(consumers) if getattr(command, "all_consumers", False) else [command.key.consumer]
     assert sorted(heard) == list(range(consumers))
+
+
+def test_while_too_much_is_in_quarantine_prompts_are_computed_here_and_p_is_released() -> None:
+    case = Case(quarantine_max_blocks=2)
+    case.add("early")
+    case.load("early")
+    case.take()
+    assert case.halves.on_quarantines({(0, 0): Quarantine(3, ("p:1",))})
+    case.add("late", transfer="u")
+    assert case.ask("late") == (0, False)
+    case.allocate("late", 0)
+    assert case.take() == [Release(SendKey(TransferId("u"), 0), PEER)]
+    assert case.halves.counters.get("loads_refused", "quarantine") == 1
+    assert case.ask("early") == (0, False)  # it loads already
+    assert not case.halves.on_quarantines({(0, 1): Quarantine(0)})
+    assert case.halves.on_quarantines({(0, 0): Quarantine(2, ("p:1",))})
+    case.add("later", transfer="v")
+    case.load("later")
+    assert [type(command) for command in case.take()] == [Fetch]
+    # What a cache holds anyway is not refused.
+    assert case.halves.counters.total("loads_refused") == 1
+
+
+def test_a_request_that_was_refused_in_vain_is_loaded_once_the_engine_is_healthy() -> None:
+    case = Case(quarantine_max_blocks=2)
+    case.halves.on_quarantines({(0, 0): Quarantine(3)})
+    case.add("r")
+    assert case.ask("r") == (0, False)  # and finds no blocks in this step
+    case.halves.on_quarantines({(0, 0): Quarantine(0)})
+    case.load("r")
+    assert [type(command) for command in case.take()] == [Fetch]
+    assert case.halves.counters.total("loads_refused") == 0

@@ -30,6 +30,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     incarnation: unique per life of the engine's scheduler process. host_id: of the scheduler process.
     fingerprint: name -> value of everything that must be equal for KV to be meaningful at the other side.
+    trouble: why it takes no KV at present, for people; "" if it does.
     """
 
     engine_id: Name
@@ -40,6 +41,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     protocol_version: Version
     host_id: Text
     fingerprint: Annotated[dict[Text, Text], msgspec.Meta(max_length=64)]
+    trouble: Text = ""
 
 
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import msgspec
+
 from kvpush.transfer.sidechannel.counters import SideChannelCounters
 from kvpush.transfer.sidechannel.envelope import (
     HEADER_BYTES,
@@ -39,13 +41,15 @@ from kvpush.transfer.sidechannel.process import process_gone
 
 _log = logging.getLogger(__name__)
 _WARNING_INTERVAL_S = 60.0
+MAX_TROUBLE_CHARACTERS = 400
 MAX_QUESTION_BYTES = MAX_QUERY_BYTES + HEADER_BYTES
 
 
 class Responder:
     """Knows the engine and its ranks, and answers questions about them.
 
-    `answer` is for one thread; `set_ranks` may be called from another; an answer sees the old ranks or the new ones.
+    `answer` is for one thread; `set_ranks` and `set_trouble` may be called from one other; an answer sees what was set
+    before or after.
     Raises ValueError naming the field if the engine's own description is out of bounds.
     """
 
@@ -56,6 +60,7 @@ class Responder:
         self._challenges = Challenges()
         # (pp_rank, tp_rank) -> encoded PeerAnswer. Replaced whole, never changed.
         self._answers: dict[tuple[int, int], bytes] = {}
+        self._ranks: tuple[RankInfo, ...] = ()
         self._warned_s: float | None = None
 
     def set_ranks(self, ranks: Sequence[RankInfo]) -> None:
@@ -78,6 +83,16 @@ class Responder:
             answers[key] = encode(PeerAnswer(engine=self.engine, rank=checked(rank)))
             if len(answers[key]) > MAX_ANSWER_BYTES:
                 raise ValueError(f"{name}: an answer of {len(answers[key])} bytes exceeds {MAX_ANSWER_BYTES}")
+        self._ranks, self._answers = tuple(ranks), answers
+
+    def set_trouble(self, trouble: str) -> None:
+        """Says in every answer from now on what `EngineInfo.trouble` means, shortened if need be. Never raises."""
+        self.engine = msgspec.structs.replace(self.engine, trouble=printable(trouble, MAX_TROUBLE_CHARACTERS))
+        answers = dict(self._answers)
+        for rank in self._ranks:
+            answer = encode(PeerAnswer(engine=self.engine, rank=rank))
+            if len(answer) <= MAX_ANSWER_BYTES:  # else peers must do without
+                answers[rank.pp_rank, rank.tp_rank] = answer
         self._answers = answers
 
     def answer(self, frame: bytes, now_s: float) -> bytes | None:

@@ -77,6 +77,10 @@ class SideChannelServer:
         """Makes these the engine's ranks; see `Responder.set_ranks` for what is refused. Any thread may call it."""
         self._responder.set_ranks(ranks)
 
+    def set_trouble(self, trouble: str) -> None:
+        """What every answer says from now on (`EngineInfo.trouble`). The thread of `set_ranks` may call it."""
+        self._responder.set_trouble(trouble)
+
     def stop(self) -> None:
         """Closes the port and joins the thread. Idempotent. Peers that wait for an answer see the connection close."""
         if self._thread is None or self._wake is None:
