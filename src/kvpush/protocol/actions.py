@@ -88,9 +88,13 @@ class ReportFailed:
 
 @dataclass(frozen=True, slots=True)
 class ReportReleased:
-    """D: nobody can write to the request's blocks any more; the engine may free them."""
+    """D: nobody can write to the request's blocks any more; the engine may free them.
+
+    unproven: the writers of whom that is only hoped, because the configuration bounds a quarantine by time.
+    """
 
     request_id: RequestId
+    unproven: tuple[PeerAddress, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ class Receive:
     blocks: encoded block tables, as parts of groups. attempts: the number of the present registration at each rank that
     must write; first_attempt: that of the first one. writers: the incarnations that have got a registration, and the
     address that each stands for: who may write; quiet: those of them that never will again. wanted: the client still
-    waits (False after an abort). since_s: start of the present wait. direct: the writers may write into the blocks
-    themselves, not only into staging slots.
+    waits (False after an abort). since_s: start of the present wait; quarantined_s: of the quarantine. direct: the
+    writers may write into the blocks themselves, not only into staging slots.
     """
 
     request_id: RequestId
@@ -44,6 +44,7 @@ class Receive:
     reason: str = ""
     last_cancel_s: float = 0.0
     direct: bool = True
+    quarantined_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.attempts = dict.fromkeys(self.ranks.expected, self.first_attempt)

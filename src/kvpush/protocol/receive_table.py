@@ -175,9 +175,23 @@ class ReceiveTable:
             actions += [self.cancellation(receive, agent) for agent in receive.may_write]
         if receive.state is ReceiveState.FAILING and now_s - receive.since_s > self._timing.peer_timeout_s:
             receive.step(ReceiveEvent.QUIET_TIMEOUT)
-            writers = sorted(set(receive.may_write.values()), key=str)
-            actions.append(Quarantined(receive.request_id, tuple(writers)))
+            receive.quarantined_s = now_s
+            actions.append(Quarantined(receive.request_id, self._writers(receive)))
+        elif self._expired(receive, now_s):
+            receive.step(ReceiveEvent.EXPIRE)
+            self._drop(receive)
+            actions.append(ReportReleased(receive.request_id, unproven=self._writers(receive)))
         return actions
+
+    def _expired(self, receive: Receive, now_s: float) -> bool:
+        """Whether a quarantine has lasted longer than the configuration allows: not by default, no time is a proof."""
+        after_s = self._timing.quarantine_release_after_s
+        quarantined = receive.state is ReceiveState.QUARANTINED
+        return quarantined and after_s is not None and now_s - receive.quarantined_s > after_s
+
+    @staticmethod
+    def _writers(receive: Receive) -> tuple[PeerAddress, ...]:
+        return tuple(sorted(set(receive.may_write.values()), key=str))
 
     def _drop(self, receive: Receive) -> None:
         del self._by_request[receive.request_id]

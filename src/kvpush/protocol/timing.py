@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+OPTIONAL = frozenset({"quarantine_release_after_s"})
+"""Bounds that are off if they are None."""
+
 
 class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Every bound in seconds; together they leave no state in which P waits for D and D for P for ever.
@@ -14,7 +17,9 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peer_timeout_s: silence after which a peer is lost. ping_interval_s: how often a peer with transfers is asked.
     write_timeout_s: a piece in flight that takes longer fails its transfer. abort_drain_s: how long the blocks of a
     failed or aborted request may wait for its writes in flight before they are given back all the same (the attempt is
-    poisoned). tombstone_s: how long the end of a transfer is remembered.
+    poisoned). tombstone_s: how long the end of a transfer is remembered. quarantine_release_after_s: None, or how long
+    memory stays in quarantine before it is given back without proof. That gives the fence up: a writer that was only
+    stopped then writes into memory of another request.
     """
 
     rendezvous_timeout_s: float = 30.0
@@ -26,10 +31,13 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     write_timeout_s: float = 60.0
     abort_drain_s: float = 2.0
     tombstone_s: float = 120.0
+    quarantine_release_after_s: float | None = None
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             value = getattr(self, name)
+            if value is None and name in OPTIONAL:
+                continue
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError(f"{name} must be a number of seconds, got {value!r}")
             if not 0 < value <= 86_400:

@@ -57,6 +57,7 @@ class ReceiveEvent(StrEnum):
     FAIL = "fail"  # will not arrive: failed at P, timed out, or cancelled here
     QUIET_TIMEOUT = "quiet_timeout"
     QUIET = "quiet"  # every rank is quiet, or proven gone
+    EXPIRE = "expire"  # given back without proof, because the configuration says so
 
 
 _S, _E = SendState, SendEvent
@@ -100,6 +101,7 @@ RECEIVE_TRANSITIONS: Mapping[tuple[ReceiveState, ReceiveEvent], ReceiveState] = 
     (_R.FAILING, _V.QUIET_TIMEOUT): _R.QUARANTINED,
     (_R.FAILING, _V.QUIET): _R.FAILED,
     (_R.QUARANTINED, _V.QUIET): _R.FAILED,
+    (_R.QUARANTINED, _V.EXPIRE): _R.FAILED,
 }
 
 SEND_TERMINAL = frozenset({_S.COMMITTED, _S.FAILED, _S.CANCELLED})

@@ -218,6 +218,13 @@ class ConsumerSide:
                     _log.warning("kvpush: transfer %s failed: %s", name, action.reason)
                     self._results.append(LoadFailed(action.request_id, action.reason))
                 case ReportReleased():
+                    if action.unproven:
+                        self._counters.add("quarantines_expired")
+                        _log.error(
+                            "kvpush: blocks of request %s leave quarantine by time, without proof: if %s continues, it "
+                            "writes into what they are used for now",
+                            action.request_id, ", ".join(str(writer) for writer in action.unproven),
+                        )  # fmt: skip
                     self._release(action.request_id)
                 case Quarantined():
                     self._counters.add("quarantines")

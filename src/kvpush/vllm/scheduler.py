@@ -45,6 +45,14 @@ class PushScheduler:
             options.side_channel_host, options.side_channel_port, self._engine, secret_from_environment()
         )
         self._side_channel.start()
+        release_after_s = options.timing.quarantine_release_after_s
+        if release_after_s is not None:
+            _log.warning(
+                "kvpush: quarantine_release_after_s is set: after %g s memory goes back to the pool although a prefill "
+                "engine may still write to it. If one that was stopped or cut off continues later than that, it writes "
+                "into the KV of other requests, and their answers are wrong without any error",
+                release_after_s,
+            )
         _log.info(
             "kvpush: engine %s, protocol %d, side channel %s:%d",
             self._engine.engine_id, VERSION, options.side_channel_host, options.side_channel_port,

@@ -30,6 +30,7 @@ COUNTERS = {
     "preemptions": "Offered requests that were preempted; label poisoned: while they were being read",
     "loads_refused": "Prompts that this engine computed itself because nothing may be loaded, by reason",
     "quarantines": "Requests whose blocks went into quarantine",
+    "quarantines_expired": "Requests whose blocks left quarantine by time, without proof that nobody writes to them",
     "integrity": "Digest comparisons, by result",
     "bad_params": "Requests whose kv_transfer_params were refused",
     "transfer_id_fallbacks": "Requests without transfer_id, matched by request id",

@@ -14,6 +14,7 @@ from kvpush.protocol.actions import (
 )
 from kvpush.protocol.ids import AgentName, RequestId, SendKey
 from kvpush.protocol.messages import Accepted, Cancel, Failed, Ping, Pong, Quiet, Register
+from kvpush.protocol.timing import Timing
 from kvpush.protocol.transitions import ReceiveState
 
 pytestmark = pytest.mark.unit
@@ -268,6 +269,34 @@ def test_never_answers() -> None:
     stage.flush()
     assert d.log[2:] == [RELEASED]
     assert d.machine.quarantined == []
+
+
+def test_a_quarantine_expires_only_if_it_is_told_to_and_says_that_nothing_is_proven() -> None:
+    stage = streaming(timing=Timing(quarantine_release_after_s=60.0))
+    [p], [d] = stage.p, stage.d
+    stage.wait(TIMING.peer_timeout_s + 1, ranks=[d])
+    stage.wait(TIMING.peer_timeout_s + 1, ranks=[d])
+    assert d.log[-1] == Quarantined(D, (p.address,))
+    stage.wait(59.0, ranks=[d])
+    assert d.log[-1] == Quarantined(D, (p.address,))
+    stage.wait(2.0, ranks=[d])
+    assert d.log[-1] == ReportReleased(D, unproven=(p.address,))
+    assert d.machine.idle
+    # What P says about it later concerns nobody.
+    stage.land_all()
+    stage.flush()
+    assert len(d.log) == 3
+
+
+def test_a_failing_load_does_not_expire_before_its_quarantine_has_begun() -> None:
+    stage = streaming(timing=Timing(quarantine_release_after_s=0.5))
+    [d] = stage.d
+    stage.cancel(D)
+    stage.wait(TIMING.peer_timeout_s - 1, ranks=[d])
+    assert d.log == []
+    stage.land_all()
+    stage.flush()
+    assert d.log == [RELEASED]  # by proof
 
 
 def test_cancellations_are_repeated_until_they_are_answered() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpush.protocol.liveness import Liveness
-from kvpush.protocol.timing import Timing
+from kvpush.protocol.timing import OPTIONAL, Timing
 
 pytestmark = pytest.mark.unit
 
@@ -20,6 +20,7 @@ def test_the_defaults_are_valid_and_ordered() -> None:
     assert timing.ping_interval_s < timing.peer_timeout_s
     assert timing.unclaimed_timeout_s <= timing.announced_timeout_s
     assert timing.peer_timeout_s < timing.rendezvous_timeout_s
+    assert timing.quarantine_release_after_s is None  # no time is a proof
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -32,6 +33,9 @@ def test_an_impossible_bound_is_named(name: str, value: float) -> None:
 @pytest.mark.parametrize("name", FIELDS)
 @pytest.mark.parametrize("value", ["5", None, True, [1.0]])
 def test_a_bound_that_is_no_number_is_named(name: str, value: object) -> None:
+    if value is None and name in OPTIONAL:
+        assert getattr(Timing(**{name: None}), name) is None  # type: ignore[arg-type]
+        return
     with pytest.raises(ValueError, match=f"{name} must be a number of seconds"):
         Timing(**{name: value})  # type: ignore[arg-type]
 

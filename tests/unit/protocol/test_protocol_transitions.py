@@ -123,6 +123,7 @@ def test_memory_is_freed_only_when_received_or_quiet() -> None:
     assert ways == {
         (ReceiveEvent.COMPLETE, ReceiveState.RECEIVED),
         (ReceiveEvent.QUIET, ReceiveState.FAILED),
+        (ReceiveEvent.EXPIRE, ReceiveState.FAILED),  # off by default: see quarantine_release_after_s
     }
 
 

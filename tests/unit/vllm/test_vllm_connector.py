@@ -409,6 +409,17 @@ def test_above_the_limit_the_engine_loads_nothing_and_says_so_everywhere(caplog:
     assert stats.data == {"unhealthy:": -1}
 
 
+def test_giving_up_the_fence_by_time_is_warned_of_at_start_up(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "kvpush.vllm.scheduler"):
+        _connector(KVConnectorRole.SCHEDULER)
+        assert _ours(caplog) == []
+        _connector(KVConnectorRole.SCHEDULER, quarantine_release_after_s=600)
+    [message] = _ours(caplog)
+    assert "after 600 s memory goes back to the pool although" in message
+    with pytest.raises(ConfigError, match="quarantine_release_after_s"):
+        _connector(KVConnectorRole.SCHEDULER, quarantine_release_after_s=0)
+
+
 def test_by_default_a_quarter_of_the_pool_may_be_in_quarantine() -> None:
     half = _connector(KVConnectorRole.SCHEDULER)._scheduler
     assert half is not None
