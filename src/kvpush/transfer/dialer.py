@@ -14,6 +14,7 @@ from kvpush.plan.geometry import CacheGeometry
 from kvpush.protocol.ids import PeerAddress
 from kvpush.transfer.addresses import AddressRefused, AllowList
 from kvpush.transfer.sidechannel import EngineInfo, HandshakeError, ProcessIdentity, check_compatible, query_peer
+from kvpush.transfer.sight import Sight
 from kvpush.transfer.staging.area import StagingArea
 
 _log = logging.getLogger(__name__)
@@ -55,7 +56,10 @@ class Dialer(Protocol):
 
 
 class SideChannelDialer:
-    """Asks real side channels. The allow list is checked here, on the pool, because names may have to be resolved."""
+    """Asks real side channels. The allow list is checked here, on the pool, because names may have to be resolved.
+
+    sight: shown the process of every rank that has answered.
+    """
 
     def __init__(
         self,
@@ -64,8 +68,10 @@ class SideChannelDialer:
         secret: bytes | None,
         timeout_s: float,
         *,
+        sight: Sight | None = None,
         num_threads: int = 16,
     ) -> None:
+        self._sight = sight
         self._mine = mine
         self._allowed = allowed
         self._secret = secret
@@ -113,6 +119,8 @@ class SideChannelDialer:
             raise ValueError(f"{address} does not fit: {'; '.join(dict.fromkeys(differences))}")
         geometry = msgspec.msgpack.decode(found.rank.geometry, type=CacheGeometry)
         staging = msgspec.msgpack.decode(found.rank.staging, type=StagingArea) if found.rank.staging else None
+        if self._sight is not None:
+            self._sight.see(found.rank.process)
         return Answer(
             found.engine.engine_id, found.rank.agent, found.rank.metadata, geometry, found.rank.process, staging
         )

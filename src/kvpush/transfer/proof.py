@@ -16,7 +16,9 @@ from kvpush.transfer.sidechannel import (
     host_id,
     process_gone,
     query_writer,
+    rebooted,
 )
+from kvpush.transfer.sight import Sight
 
 __all__ = ["ProcessIdentity", "WriterProof", "current_process", "process_gone"]
 
@@ -27,10 +29,14 @@ class WriterProof:
     """Looks for the proof: in this machine's process table, or in that of the writer's machine.
 
     secret: as for `query_peer`; without one, whoever answers at the side channel's address is believed.
-    timeout_s: how long one question to another machine may take. here: this machine's host id.
+    timeout_s: how long one question to another machine may take. sight: the writers that this machine has shown while
+    they lived. here: this machine's host id.
     """
 
-    def __init__(self, secret: bytes | None, timeout_s: float = 2.0, *, here: str | None = None) -> None:
+    def __init__(
+        self, secret: bytes | None, timeout_s: float = 2.0, *, sight: Sight | None = None, here: str | None = None
+    ) -> None:
+        self._sight = sight
         self._secret = secret
         self._timeout_s = timeout_s
         self._here = here if here is not None else host_id()
@@ -41,12 +47,15 @@ class WriterProof:
         writer: its rank's process, as the handshake told. side_channel: (host, port) at which the writer's engine, or
         its successor after a restart, answers; the caller has checked it against its allow list. None: look here only.
 
-        On this machine the answer comes at once. For a writer elsewhere its side channel is asked, which takes up to
-        timeout_s. That counts only if the answer comes from the writer's own machine and process namespace (a restarted
-        engine may have been moved), and only if that machine says that this very process is gone: that another
-        incarnation of the engine answers is not enough, because a stopped worker can outlive the engine that it
-        belonged to.
+        On this machine the answer comes at once, also for a writer in a container of it, if it could be seen from here
+        while it lived. For a writer elsewhere its side channel is asked, which takes up to timeout_s. That counts only
+        if the answer comes from the writer's own machine and process namespace (a restarted engine may have been
+        moved), or from that machine after it has started anew, and only if it says that this very process is gone: that
+        another incarnation of the engine answers is not enough, because a stopped worker can outlive the engine that
+        it belonged to.
         """
+        if self._sight is not None and self._sight.gone(writer):
+            return True
         if writer.host_id == self._here:
             return process_gone(writer)
         if side_channel is None:
@@ -57,4 +66,5 @@ class WriterProof:
         except (HandshakeError, ValueError) as error:
             _log.debug("no proof about process %d of %s: %s", writer.pid, writer.host_id, error)
             return False
-        return answer.gone and answer.engine.host_id == writer.host_id
+        there = answer.engine.host_id
+        return answer.gone and (there == writer.host_id or rebooted(writer.host_id, there))

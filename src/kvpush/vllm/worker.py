@@ -25,6 +25,7 @@ from kvpush.transfer.prover import ProcessProver
 from kvpush.transfer.quarantine import Quarantine
 from kvpush.transfer.reports import Reports
 from kvpush.transfer.sidechannel import RankInfo, current_process, secret_from_environment
+from kvpush.transfer.sight import Sight
 from kvpush.transfer.sources import PASSED, Event
 from kvpush.transfer.thread import TransferThread
 from kvpush.transport.base import Region
@@ -100,8 +101,9 @@ class PushWorker:
             quarantine_max_blocks=options.max_quarantined(self._kv_cache_config.num_blocks),
         )
         mine = engine_info(self._vllm_config, self._kv_cache_config, incarnation=f"worker-{os.getpid()}")
-        dialer = SideChannelDialer(mine, allowed, secret, options.handshake_timeout_s)
-        prover = ProcessProver(WriterProof(secret), allowed)
+        sight = Sight()
+        dialer = SideChannelDialer(mine, allowed, secret, options.handshake_timeout_s, sight=sight)
+        prover = ProcessProver(WriterProof(secret, sight=sight), allowed)
         self._core = TransferCore(config, transport, dialer, prover, self._fence)
         self._cuda = cache.device is not None
         self._thread = TransferThread(self._core, on_start=cache.select_device)

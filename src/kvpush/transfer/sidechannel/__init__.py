@@ -9,10 +9,20 @@ from kvpush.transfer.sidechannel.counters import SideChannelCounters
 from kvpush.transfer.sidechannel.envelope import SECRET_VARIABLE, secret_from_environment
 from kvpush.transfer.sidechannel.errors import HandshakeCode, HandshakeError, SideChannelError
 from kvpush.transfer.sidechannel.messages import EngineInfo, Mode, PeerAnswer, RankInfo
-from kvpush.transfer.sidechannel.process import ProcessIdentity, current_process, host_id, process_gone
+from kvpush.transfer.sidechannel.process import (
+    MACHINE_VARIABLE,
+    ProcessIdentity,
+    Space,
+    current_process,
+    host_id,
+    process_gone,
+    rebooted,
+    start_of,
+)
 from kvpush.transfer.sidechannel.server import PORT_OPTION, PORT_VARIABLE, SideChannelServer
 
 __all__ = [
+    "MACHINE_VARIABLE",
     "PORT_OPTION",
     "PORT_VARIABLE",
     "SECRET_VARIABLE",
@@ -26,11 +36,14 @@ __all__ = [
     "SideChannelCounters",
     "SideChannelError",
     "SideChannelServer",
+    "Space",
     "check_compatible",
     "current_process",
     "host_id",
     "process_gone",
     "query_peer",
     "query_writer",
+    "rebooted",
     "secret_from_environment",
+    "start_of",
 ]
