@@ -72,11 +72,11 @@ def test_a_consumer_that_never_gives_up_is_noticed(monkeypatch: pytest.MonkeyPat
 def test_a_report_for_a_request_that_is_gone_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     collect = Reports.collect
 
-    def stammer(self: Reports, finished: object, results: object) -> tuple[set[str], set[str]]:
-        sent, received = collect(self, finished, results)  # type: ignore[arg-type]
+    def stammer(self: Reports, finished: object, results: object) -> tuple[set[str], set[str], set[str]]:
+        sent, received, failed = collect(self, finished, results)  # type: ignore[arg-type]
         again = self.__dict__.setdefault("last", set())
         self.__dict__["last"] = set(sent)
-        return sent | again, received
+        return sent | again, received, failed
 
     monkeypatch.setattr(Reports, "collect", stammer)
     assert EngineDied.__name__ in broken_by(100)

@@ -60,6 +60,7 @@ def draw_spec(random: Random, role: str, mood: str, staged: bool) -> EngineSpec:
             full_isl=mood != "crowded" and random.random() < 0.4,
             defer_free=overlap and role != "producer",
             drop_stale=role != "consumer" and random.random() < 0.5,
+            failed_recving=random.random() < 0.7,
         ),
         prefix_caching=random.random() < 0.7,
         recompute_below_tokens=random.choice([BLOCK, BLOCK, 1, 3 * BLOCK]),

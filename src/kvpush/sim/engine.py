@@ -57,6 +57,7 @@ class Engine:
         self.workers = [Worker(self, rank, name, 100 * life + rank + 1) for rank, name in enumerate(names)]
         self._steps: deque[Step] = deque()  # scheduled, not processed
         self._reported: dict[tuple[str, str], set[int]] = {}  # (request, report) -> ranks that have made it
+        self._failed: set[str] = set()
         self._awake = self._quiet = self._stalled = False
         self._blocked_on: Step | None = None
 
@@ -181,6 +182,9 @@ class Engine:
             if len(ranks) == len(self.workers):
                 del self._reported[request_id, name]
                 (step.sent if name == "sent" else step.received).add(request_id)
+        self._failed |= step.failed
+        step.failed = self._failed & step.received
+        self._failed -= step.failed
 
     def on_done(self, step: Step) -> None:
         """A rank has finished a step."""

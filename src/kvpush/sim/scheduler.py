@@ -267,7 +267,7 @@ class Scheduler:
             _, blocks, preempted = self._deferred.pop(0)
             self.changes += 1
             self._on_free(self.pool.give_back(blocks), preempted)
-        failed = self._invalidate(step) if step.invalid else set()
+        failed = self._fail_loads(step) | self._invalidate(step)
         for entry in step.entries:
             self._output(entry, failed)
         if self.rules.policy == "fail":
@@ -307,12 +307,24 @@ class Scheduler:
         if request.outputs >= request.max_tokens:
             self._end(request, Status.FINISHED_LENGTH_CAPPED)
 
+    def _fail_loads(self, step: Step) -> set[str]:
+        """Requests whose load has failed, by name; under `recompute` they begin anew."""
+        found = (self.requests.get(request_id) for request_id in step.failed)
+        loads = [r for r in found if r is not None and r.status is Status.WAITING_FOR_REMOTE_KVS]
+        failed = {request.request_id for request in loads}
+        if self.rules.policy == "fail":
+            return failed
+        for request in loads:
+            request.computed = 0
+        self._failed |= failed
+        return set()
+
     def _invalidate(self, step: Step) -> set[str]:
         """Requests whose load has failed; under `recompute` they go on from the first block that holds nothing."""
         failed = set()
-        for request in self.requests.values():
+        for request in self.requests.values() if step.invalid else ():
             hit = [place for place, block in enumerate(request.blocks) if block in step.invalid]
-            if not hit or request.finished:
+            if not hit or request.finished or hit[0] * BLOCK >= request.computed:
                 continue
             if request.status is not Status.WAITING_FOR_REMOTE_KVS:
                 raise EngineDied(f"invalid blocks hit {request.request_id}, which is {request.status.name}")

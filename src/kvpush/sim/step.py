@@ -36,7 +36,8 @@ class Rules:
 
     v2: the model runner that brings resumed requests back as new ones. full_isl: a prompt is admitted only if all of it
     fits. defer_free: blocks that a step in flight may write are held back (role consumer or both). drop_stale: what a
-    preempted request that is handed over had in flight is computed again.
+    preempted request that is handed over had in flight is computed again. failed_recving: it hears of failed loads by
+    request, too.
     """
 
     chunk: int
@@ -48,6 +49,7 @@ class Rules:
     full_isl: bool
     defer_free: bool
     drop_stale: bool
+    failed_recving: bool = True
 
 
 @dataclass(slots=True)
@@ -66,8 +68,8 @@ class Step:
     """One engine step.
 
     before, after: the connector's metadata. fresh: blocks that hold what others left in them. reports: (request, which,
-    rank); sent, received: those that every rank has made by now. quarantines: what ranks hold, where that has changed.
-    pending: ranks that have not finished it.
+    rank); sent, received: those that every rank has made by now; failed: those of received that a rank calls failed.
+    quarantines: what ranks hold, where that has changed. pending: ranks that have not finished it.
     """
 
     number: int
@@ -79,6 +81,7 @@ class Step:
     reports: list[tuple[str, str, int]] = field(default_factory=list)
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
     invalid: set[int] = field(default_factory=set)
     quarantines: dict[Rank, Quarantine] = field(default_factory=dict)
     pending: int = 1

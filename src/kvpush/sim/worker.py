@@ -213,9 +213,11 @@ class Worker:
 
     def _collect(self, step: Step) -> None:
         results, self._results = self._results, []
-        sent, received = self.reports.collect(step.finished_ids, results)
+        sent, received, failed = self.reports.collect(step.finished_ids, results)
         if self.core.quarantine != self._told:
             self._told = step.quarantines[self.core.rank] = self.core.quarantine
+        if self.spec.rules.failed_recving:
+            step.failed |= failed
         self.engine.on_collected(step, self, sent, received, self.reports.take_invalid_blocks())
 
     def _scrub(self, blocks: Sequence[int]) -> None:

@@ -28,13 +28,14 @@ class Reports:
         self._early: list[Sent] = []
         self._sent: set[str] = set()
         self._received: set[str] = set()
+        self._failed: set[str] = set()
         self._invalid: set[int] = set()
 
     @property
     def idle(self) -> bool:
         """Nothing is owed, and nothing is left to be taken."""
-        open_ends = self._loading or self._finished or self._early or self._sent or self._received or self._invalid
-        return not open_ends and not len(self._ledger)
+        reports = self._early or self._sent or self._received or self._failed or self._invalid
+        return not (reports or self._loading or self._finished or len(self._ledger))
 
     def admit(self, commands: Iterable[Command], poisoned: Collection[RequestId]) -> list[Command]:
         """The commands that go on to the transfer thread. poisoned: requests that the fence had to poison."""
@@ -45,8 +46,7 @@ class Reports:
                     self._ledger.open(command.request_id, Direction.SENDING)
                 case Fetch() | Refuse():
                     self._ledger.open(command.request_id, Direction.RECEIVING)
-                    first_block = command.first_token // self._block_size
-                    self._loading[command.request_id] = command.blocks[0][first_block:]
+                    self._loading[command.request_id] = self._unloaded(command)
                 case Cancel() if not self._ledger.owes(command.request_id, Direction.RECEIVING):
                     continue  # reported already: late
                 case Preempt():
@@ -54,10 +54,14 @@ class Reports:
             admitted.append(command)
         return admitted
 
-    def collect(self, finished_req_ids: Iterable[str], results: Iterable[Result]) -> tuple[set[str], set[str]]:
-        """(finished_sending, finished_recving) of a step; each request once, and only while the engine holds it.
+    def collect(
+        self, finished_req_ids: Iterable[str], results: Iterable[Result]
+    ) -> tuple[set[str], set[str], set[str]]:
+        """(finished_sending, finished_recving, failed_recving) of a step.
 
-        finished_req_ids: requests that the engine has ended since the last call.
+        Each request once, and only while the engine holds it. Those whose load has failed stand in the last two, when
+        their blocks are released; long before that their blocks are named as invalid. finished_req_ids: requests that
+        the engine has ended since the last call.
         """
         for name in finished_req_ids:
             request_id = RequestId(name)
@@ -69,7 +73,8 @@ class Reports:
             self._book(result)
         sent, self._sent = self._sent, set()
         received, self._received = self._received, set()
-        return sent, received
+        failed, self._failed = self._failed, set()
+        return sent, received, failed
 
     def take_invalid_blocks(self) -> set[int]:
         """Blocks of failed loads that hold nothing, named once."""
@@ -93,8 +98,15 @@ class Reports:
                 self._loading.pop(request_id, None)
                 if self._ledger.report(request_id, Direction.RECEIVING):
                     self._received.add(request_id)
+                    if isinstance(result, Released):
+                        self._failed.add(request_id)
                     if request_id in self._finished:
                         self._forget(request_id)
+
+    def _unloaded(self, command: Fetch | Refuse) -> tuple[int, ...]:
+        """The blocks that hold nothing before the load has ended; a failure that names none would count as success."""
+        blocks = command.blocks[0]
+        return blocks[command.first_token // self._block_size :] or blocks[-1:]
 
     def _invalidate(self, request_id: RequestId) -> None:
         """Names the blocks of a failed load, once."""

@@ -53,6 +53,13 @@ def preempted_ids(scheduler_output: Any) -> set[str]:
     return set(getattr(scheduler_output, "preempted_req_ids", None) or ())
 
 
+def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
+    """What `get_transfer_results` returns. Only versions that call it (from 0.32 on) have the type."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+    return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
+
+
 def resumed_ids(cached: Any) -> set[str]:
     """Ids whose `new_block_ids` replace their table (V1 runner; the V2 runner brings them back as new requests)."""
     return set(getattr(cached, "resumed_req_ids", None) or ())

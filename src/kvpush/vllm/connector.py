@@ -75,8 +75,12 @@ class KVPushConnector(KVConnectorBase_V1, SupportsHMA):
         self._at_worker().after_forward()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        sent, received = self._at_worker().collect(finished_req_ids)
+        sent, received, _ = self._at_worker().collect(finished_req_ids)
         return sent or None, received or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        # Later versions call this in place of `get_finished`; it can also name requests whose load has failed.
+        return compat.transfer_results(*self._at_worker().collect(finished_req_ids))
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._at_worker().take_invalid_blocks()

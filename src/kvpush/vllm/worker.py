@@ -158,8 +158,8 @@ class PushWorker:
             steps, self._steps = self._steps, []
             self._running().submit(steps, self._record_event())
 
-    def collect(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """(finished_sending, finished_recving) of this step; each request once, and only while the engine holds it."""
+    def collect(self, finished_req_ids: set[str]) -> tuple[set[str], set[str], set[str]]:
+        """(finished_sending, finished_recving, failed_recving) of this step: see `Reports.collect`."""
         self.after_forward()
         results = self._running().take_results()
         if self._core is not None:

@@ -35,7 +35,27 @@ def _admit(reports: Reports, *commands: Command, poisoned: tuple[RequestId, ...]
 
 
 def _collect(reports: Reports, *results: Result, finished: tuple[str, ...] = ()) -> tuple[set[str], set[str]]:
-    return reports.collect(finished, results)
+    sent, received, failed = reports.collect(finished, results)
+    assert failed <= received
+    return sent, received
+
+
+def test_a_load_that_is_released_and_not_received_has_failed(reports: Reports) -> None:
+    """A version that asks for it learns of the failure by name as well; without that a lost name would be a success."""
+    _admit(reports, _fetch(), _fetch(S), Refuse(RequestId("u"), "duplicate", 0, ((1,),)))
+    assert reports.collect((), [LoadFailed(R, "why"), Received(S)]) == (set(), {"s"}, set())
+    assert reports.collect((), [Released(R), Released(RequestId("u"))]) == (set(), {"r", "u"}, {"r", "u"})
+    assert reports.collect(("r", "s", "u"), [Released(R)]) == (set(), set(), set())
+    reports.take_invalid_blocks()
+    assert reports.idle
+
+
+@pytest.mark.parametrize("first_token", [12, 15, 100])
+def test_a_failure_is_never_without_a_block(reports: Reports, first_token: int) -> None:
+    """A version that hears of failures by blocks alone would take a failure without any for a success."""
+    _admit(reports, _fetch(first_token=first_token, blocks=(7, 8, 9)))
+    assert _collect(reports, LoadFailed(R, "why"), Released(R)) == (set(), {"r"})
+    assert reports.take_invalid_blocks() == {9}
 
 
 def test_a_sent_request_is_reported_once_after_the_engine_has_ended_it(reports: Reports) -> None:
@@ -129,7 +149,7 @@ def test_in_any_order_each_is_reported_once_and_nothing_is_left(seed: int) -> No
     rng = random.Random(seed)
     reports = Reports(BLOCK)
     todo: dict[str, list[str]] = {}
-    sent, received = [], []
+    sent, received, failed, released = [], [], [], set()
     invalid: set[int] = set()
     expected_invalid: set[int] = set()
     for i in range(30):
@@ -162,16 +182,20 @@ def test_in_any_order_each_is_reported_once_and_nothing_is_left(seed: int) -> No
                     results.append(Received(request_id))
                 case "released":
                     results.append(Released(request_id))
+                    released.add(name)
                 case "failed":
                     results.append(LoadFailed(request_id, "x"))
             if not todo[name]:
                 del todo[name]
-        now_sent, now_received = reports.collect(finished, results)
+        now_sent, now_received, now_failed = reports.collect(finished, results)
+        assert now_failed <= now_received
+        failed += now_failed
         sent += now_sent
         received += now_received
         invalid |= reports.take_invalid_blocks()
     assert len(set(sent)) == len(sent)
     assert len(set(received)) == len(received)
     assert len(sent) + len(received) == 30
+    assert sorted(failed) == sorted(released)
     assert invalid == expected_invalid
     assert reports.idle

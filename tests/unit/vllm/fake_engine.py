@@ -172,12 +172,14 @@ class Rank:
             connector.wait_for_save()
         if shape == "v2-0.26":
             sent, received = connector.get_finished(output.finished_req_ids)
+            failed: set[str] = set()
         else:
             found = connector.get_transfer_results(output.finished_req_ids)
-            sent, received = found.finished_sending, found.finished_recving
+            sent, received, failed = found.finished_sending, found.finished_recving, found.failed_recving
         result = SimpleNamespace(
             finished_sending=sent,
             finished_recving=received,
+            failed_recving=failed,
             invalid_block_ids=connector.get_block_ids_with_load_errors(),
             kv_connector_worker_meta=connector.build_connector_worker_meta(),
         )

@@ -105,6 +105,7 @@ class Scheduler:
         self._preempted_ids: set[str] = set()
         self._received_ids: set[str] = set()
         self._failed_ids: set[str] = set()
+        self._failed_pending: set[str] = set()
         self._counts: dict[tuple[str, str], int] = {}
 
     @property
@@ -300,7 +301,9 @@ class Scheduler:
 
     def update(self, output: SimpleNamespace, results: Sequence[SimpleNamespace]) -> None:
         """update_from_output: results of all ranks of this step."""
-        failed = self._invalidate(set().union(*(result.invalid_block_ids for result in results)), output)
+        full = self._count(results)
+        failed = self._fail(full["failed"])
+        failed |= self._invalidate(set().union(*(result.invalid_block_ids for result in results)), output)
         for request_id, count in output.num_scheduled_tokens.items():
             request = self.requests.get(request_id)
             if request is None:
@@ -316,7 +319,7 @@ class Scheduler:
         if self.policy == "fail":
             for request_id in failed:
                 self.finish(self.requests[request_id], Status.FINISHED_ERROR)
-        self._reports(results)
+        self._reports(results, full)
 
     def _start_of(self, output: SimpleNamespace, request_id: str) -> int:
         for new in output.scheduled_new_reqs:
@@ -358,17 +361,38 @@ class Scheduler:
                 self._failed_ids.add(request.request_id)
         return failed
 
-    def _reports(self, results: Sequence[SimpleNamespace]) -> None:
-        """Counts reports as the executor does, hands them to the connector, applies them."""
+    def _fail(self, request_ids: set[str]) -> set[str]:
+        """Failed loads by name, told together with their report."""
+        loads = {
+            name for name in request_ids
+            if name in self.requests and self.requests[name].status is Status.WAITING_FOR_REMOTE_KVS
+        }  # fmt: skip
+        if self.policy == "fail":
+            return loads
+        for name in loads:
+            self.requests[name].num_computed = 0
+        self._failed_ids |= loads
+        return set()
+
+    def _count(self, results: Sequence[SimpleNamespace]) -> dict[str, set[str]]:
+        """Counts reports as the executor does."""
         full: dict[str, set[str]] = {"recving": set(), "sending": set()}
         for result in results:
-            for kind in full:
+            self._failed_pending |= result.failed_recving
+            assert result.failed_recving <= set(result.finished_recving or ())
+            for kind in ("recving", "sending"):
                 for request_id in getattr(result, f"finished_{kind}") or ():
                     count = self._counts[kind, request_id] = self._counts.get((kind, request_id), 0) + 1
                     assert count <= self._world_size
                     if count == self._world_size:
                         del self._counts[kind, request_id]
                         full[kind].add(request_id)
+        full["failed"] = self._failed_pending & full["recving"]
+        self._failed_pending -= full["failed"]
+        return full
+
+    def _reports(self, results: Sequence[SimpleNamespace], full: dict[str, set[str]]) -> None:
+        """Hands full reports to the connector, and applies them."""
         self.connector.update_connector_output(
             SimpleNamespace(
                 finished_recving=full["recving"] or None,

@@ -303,7 +303,7 @@ def test_results_are_reported_once_through_either_hook(worker: KVPushConnector, 
     _until(lambda: len(core.commands) == 2)
     time.sleep(0.02)
     found = worker.get_transfer_results({"r"})
-    assert (found.finished_sending, found.finished_recving, found.failed_recving) == ({"r"}, {"d"}, set())
+    assert (found.finished_sending, found.finished_recving, found.failed_recving) == ({"r"}, {"d"}, {"d"})
     assert worker.get_block_ids_with_load_errors() == {7, 8, 9}
     assert worker.get_finished({"d"}) == (None, None)
     assert worker.get_block_ids_with_load_errors() == set()
