@@ -17,9 +17,12 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peer_timeout_s: silence after which a peer is lost. ping_interval_s: how often a peer with transfers is asked.
     write_timeout_s: a piece in flight that takes longer fails its transfer. abort_drain_s: how long the blocks of a
     failed or aborted request may wait for its writes in flight before they are given back all the same (the attempt is
-    poisoned). tombstone_s: how long the end of a transfer is remembered. quarantine_release_after_s: None, or how long
-    memory stays in quarantine before it is given back without proof. That gives the fence up: a writer that was only
-    stopped then writes into memory of another request.
+    poisoned). tombstone_s: how long the end of a transfer is remembered. first_answer_timeout_s: how long a peer that
+    was just connected to may take to say anything at all. unreachable_retry_s: how long requests fail at once after
+    that, or after a handshake that nobody answered. idle_check_s: how long a connection may be unused before the peer
+    is asked whether it lives. quarantine_release_after_s: None, or how long memory stays in quarantine before it is
+    given back without proof. That gives the fence up: a writer that was only stopped then writes into memory of another
+    request.
     """
 
     rendezvous_timeout_s: float = 30.0
@@ -31,6 +34,9 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     write_timeout_s: float = 60.0
     abort_drain_s: float = 2.0
     tombstone_s: float = 120.0
+    first_answer_timeout_s: float = 5.0
+    unreachable_retry_s: float = 10.0
+    idle_check_s: float = 30.0
     quarantine_release_after_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -45,6 +51,11 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.ping_interval_s >= self.peer_timeout_s:
             raise ValueError(
                 f"ping_interval_s ({self.ping_interval_s}) must be below peer_timeout_s ({self.peer_timeout_s})"
+            )
+        if self.idle_check_s <= self.peer_timeout_s:
+            raise ValueError(
+                f"idle_check_s ({self.idle_check_s}) must be above peer_timeout_s ({self.peer_timeout_s}): only who is "
+                "needed for nothing is idle"
             )
         if self.announced_timeout_s < self.unclaimed_timeout_s:
             raise ValueError(

@@ -14,6 +14,8 @@ TIMING = Timing(
     write_timeout_s=1.5,
     abort_drain_s=0.25,
     tombstone_s=3.0,
+    first_answer_timeout_s=0.5,
+    unreachable_retry_s=0.4,
 )
 DIAL_TIMEOUT_S = 0.3
 PREEMPT_WAIT_S = 0.005

@@ -13,9 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvpush.protocol.ids import AgentName, PeerAddress
-from kvpush.protocol.messages import Message, Register, encode
+from kvpush.protocol.messages import Message, Ping, Register, encode
+from kvpush.protocol.timing import Timing
+from kvpush.transfer.addresses import address_text
 from kvpush.transfer.counters import Counters
 from kvpush.transfer.dialer import Answer, Dialer
+from kvpush.transfer.unreachable import Unreachables
 from kvpush.transport.base import Transport, TransportError
 
 _log = logging.getLogger(__name__)
@@ -102,7 +105,8 @@ class Connections:
         counters: Counters,
         wants_sent: Callable[[Message], bool],
         needs: Callable[[AgentName], bool],
-        hello: Message,
+        hello: Ping,
+        timing: Timing,
     ) -> None:
         self._transport = transport
         self._dialer = dialer
@@ -110,9 +114,12 @@ class Connections:
         self._wants_sent = wants_sent
         self._needs = needs
         self._hello = hello
+        self._first_answer_s = timing.first_answer_timeout_s
+        self._unreachable = Unreachables(timing.unreachable_retry_s)
         self._heard: set[AgentName] = set()
         self._lingering: set[AgentName] = set()  # dropped, but still connected for the transport
         self._held: dict[AgentName, list[tuple[PeerAddress, Message]]] = {}  # registrations for who was not heard yet
+        self._held_s: dict[AgentName, float] = {}
         self._by_address: dict[PeerAddress, Answer] = {}
         self._by_agent: dict[AgentName, Answer] = {}
         self._known: dict[AgentName, tuple[PeerAddress, Answer]] = {}
@@ -139,8 +146,11 @@ class Connections:
 
     def connect(self, address: PeerAddress, agent: AgentName) -> None:
         """Gets ready to write to an incarnation: Connected or Unreachable follows."""
+        reason = self._unreachable.reason(address)
         if agent in self._by_agent:
             self._events.append(Connected(agent))
+        elif reason is not None:
+            self._events.append(Unreachable(agent, reason))
         else:
             self._wait(address).agents.add(agent)
 
@@ -157,7 +167,10 @@ class Connections:
             return
         queued = _Queued(message, agent, engine_id)
         current = self._by_address.get(address)
-        if current is None or address in self._waiting:
+        reason = self._unreachable.reason(address)
+        if reason is not None and (current is None or isinstance(message, Register)):
+            self._events.append(Undelivered(address, message, reason))
+        elif current is None or address in self._waiting:
             self._keep(address, queued)
         elif agent is not None and agent in self._known:
             self._events.append(Undelivered(address, message, "peer_restarted"))  # another one has taken its place
@@ -185,12 +198,18 @@ class Connections:
         """A message has come from a rank: it can answer."""
         if agent in self._by_agent and agent not in self._heard:
             self._heard.add(agent)
+            for address in self._addresses(agent):
+                self._unreachable.forget(address)
             self._send_held(agent)
 
-    def tick(self) -> None:
-        """Lets go of what waits for a sign of life and is not wanted any more."""
+    def tick(self, now_s: float) -> None:
+        """Lets go of what waits for a sign of life and is not wanted any more, or has waited for too long."""
+        self._unreachable.tick(now_s)
+        self._held_s = {agent: self._held_s.get(agent, now_s) for agent in self._held}
         for agent, held in list(self._held.items()):
-            if not all(self._wants_sent(message) for _, message in held):
+            if now_s - self._held_s[agent] > self._first_answer_s:
+                self._give_up(agent)
+            elif not all(self._wants_sent(message) for _, message in held):
                 self._send_held(agent)
         for agent in [agent for agent in self._lingering if not self._needs(agent)]:
             self._lingering.discard(agent)
@@ -201,12 +220,11 @@ class Connections:
         """Forgets a connection, so that the next use makes a new one."""
         if self._by_agent.pop(agent, None) is None:
             return
-        # It may be known under several addresses: a host has more than one name.
-        addresses = [address for address, answer in self._by_address.items() if answer.agent == agent]
+        addresses = self._addresses(agent)
         for address in addresses:
             del self._by_address[address]
         self._heard.discard(agent)
-        held = self._held.pop(agent, ())
+        held = self._unhold(agent)
         self._events += [Undelivered(address, message, "disconnected") for address, message in held]
         if self._needs(agent):
             self._lingering.add(agent)  # it may still write here: whether its connection has ended must be seen
@@ -216,6 +234,28 @@ class Connections:
         where = ", ".join(str(address) for address in addresses)
         _log.warning("kvpush: connection to %s (%s) dropped: %s", where, agent, reason)
         self._events.append(Disconnected(agent, reason))
+
+    def _addresses(self, agent: AgentName) -> list[PeerAddress]:
+        """Where an incarnation is known; it may have several addresses, as a host has more than one name."""
+        return [address for address, answer in self._by_address.items() if answer.agent == agent]
+
+    def _give_up(self, agent: AgentName) -> None:
+        """A peer has answered the handshake and says nothing: as a rule its answers do not find the way here."""
+        here = address_text(self._hello.sender.host, self._hello.sender.port)
+        for address in dict.fromkeys([*self._addresses(agent), *(address for address, _ in self._held[agent])]):
+            error = (
+                f"unreachable: {address} can be reached, but has said nothing for {self._first_answer_s:g} s. Probably "
+                f"it cannot connect to {here}, the side_channel_host and side_channel_port of this engine, or its "
+                f"allowed_hosts forbid that; its log tells"
+            )
+            self._counters.add("handshakes_failed", "unreachable")
+            _log.warning("kvpush: %s", error)
+            self._unreachable.add(address, error)
+        held = self._unhold(agent)
+        self._events += [
+            Undelivered(address, message, self._unreachable.reason(address) or "unreachable")
+            for address, message in held
+        ]
 
     def _wait(self, address: PeerAddress) -> _Waiting:
         waiting = self._waiting.get(address)
@@ -261,6 +301,8 @@ class Connections:
     def _refuse(self, address: PeerAddress, waiting: _Waiting, error: str) -> None:
         self._counters.add("handshakes_failed", error.split(":")[0])
         _log.warning("kvpush: no connection to %s: %s", address, error)
+        if error.startswith("handshake timeout"):
+            self._unreachable.add(address, f"{error}; can that side_channel_host be reached from here?")
         self._events += [Unreachable(agent, error) for agent in waiting.agents]
         self._events += [Undelivered(address, queued.message, error) for queued in waiting.messages]
 
@@ -287,7 +329,8 @@ class Connections:
 
     def _send_held(self, agent: AgentName) -> None:
         """Tries again to send what was held back; what still has to wait is held again."""
-        for address, message in self._held.pop(agent, ()):
+        held_s = self._held_s.get(agent)
+        for address, message in self._unhold(agent):
             if not self._wants_sent(message):
                 self._events.append(Undelivered(address, message, "given up"))
             elif agent not in self._by_agent:
@@ -296,6 +339,13 @@ class Connections:
                 self._deliver(address, message, agent)
             else:
                 self._held.setdefault(agent, []).append((address, message))
+                if held_s is not None:
+                    self._held_s[agent] = held_s
+
+    def _unhold(self, agent: AgentName) -> list[tuple[PeerAddress, Message]]:
+        """What waited for an incarnation's first sign of life, and waits no more."""
+        self._held_s.pop(agent, None)
+        return self._held.pop(agent, [])
 
     def _hold(self, address: PeerAddress, message: Message, agent: AgentName) -> None:
         held = self._held.setdefault(agent, [])

@@ -159,8 +159,11 @@ class ConsumerSide:
                 if isinstance(event.message, Register):
                     self._grant(event.agent, event.address)
             case Undelivered():
+                # The label is counted, the whole text is for whoever reads the log.
                 reason = event.reason.split(":")[0]
                 actions = self._consumer.on_undelivered(event.address, event.message, reason, now_s)
+                self._run(actions, now_s, event.reason)
+                return
             case Disconnected():
                 self._broken.add(event.agent)
                 actions = self._consumer.on_disconnected(event.agent, now_s)
@@ -198,7 +201,8 @@ class ConsumerSide:
         self._results += [LoadFailed(request_id, reason), Released(request_id)]
         return []
 
-    def _run(self, actions: Sequence[Action], now_s: float) -> None:
+    def _run(self, actions: Sequence[Action], now_s: float, why: str = "") -> None:
+        """why: more about a failure among the actions than its reason says."""
         queue = deque(actions)
         while queue:
             action = queue.popleft()
@@ -215,7 +219,7 @@ class ConsumerSide:
                     self._counters.add("loads_failed", action.reason)
                     record = self._records.get(action.request_id)
                     name = record.transfer_id if record is not None else action.request_id
-                    _log.warning("kvpush: transfer %s failed: %s", name, action.reason)
+                    _log.warning("kvpush: transfer %s failed: %s", name, why or action.reason)
                     self._results.append(LoadFailed(action.request_id, action.reason))
                 case ReportReleased():
                     if action.unproven:

@@ -80,7 +80,9 @@ class TransferCore:
         producer = Producer(config.timing, block_size=config.cache.block_size, stream=config.stream)
         consumer = Consumer(config.timing, config.sender)
         hello = Ping(0, config.sender)  # the protocol's own pings count from 1
-        self._connections = Connections(transport, dialer, self.counters, consumer.wants_sent, self._needs, hello)
+        self._connections = Connections(
+            transport, dialer, self.counters, consumer.wants_sent, self._needs, hello, config.timing
+        )
         self._endings = Endings(transport, encode(hello))
         self._producer_side = ProducerSide(
             producer, config.cache, transport, self._connections, fence, digester, config.paths, self.counters,
@@ -169,7 +171,7 @@ class TransferCore:
             self._producer_side.tick(now_s)
             self._consumer_side.tick(now_s)
             self._seek_proof(now_s)
-            self._connections.tick()
+            self._connections.tick(now_s)
         self._settle(now_s)
 
     def close(self) -> None:

@@ -10,7 +10,9 @@ from transfer_world import identity
 from kvpush.plan.geometry import CacheGeometry
 from kvpush.protocol.ids import AgentName, PeerAddress, SendKey, TransferId
 from kvpush.protocol.messages import Announce, Cancel, Message, Ping, Register, encode
+from kvpush.protocol.timing import Timing
 from kvpush.transfer import connections as module
+from kvpush.transfer import unreachable as unreachable_module
 from kvpush.transfer.connections import Connected, Connections, Delivered, Disconnected, Undelivered, Unreachable
 from kvpush.transfer.counters import Counters
 from kvpush.transfer.dialer import Answer, Dialed
@@ -82,6 +84,7 @@ class Case:
             lambda message: message not in self.unwanted,
             lambda agent: agent in self.needed,
             HELLO,
+            Timing(),
         )
 
     def answer(
@@ -151,9 +154,9 @@ def test_a_connection_is_reused(case: Case) -> None:
 def test_a_refused_handshake_tells_all_who_waited_and_the_next_use_dials_again(case: Case) -> None:
     case.connections.connect(THERE, A)
     case.connections.send(THERE, _message(), None)
-    error = "handshake timeout: nobody"
+    error = "handshake refused: nobody"
     assert case.refuse(THERE, error) == [Unreachable(A, error), Undelivered(THERE, _message(), error)]
-    assert case.counters.get("handshakes_failed", "handshake timeout") == 1
+    assert case.counters.get("handshakes_failed", "handshake refused") == 1
     case.connections.send(THERE, _message(), None)
     assert case.phone.dialed == [THERE, THERE]
 
@@ -355,10 +358,10 @@ def test_a_registration_that_is_given_up_meanwhile_never_leaves(case: Case) -> N
     case.connections.send(THERE, _register("1"), None)
     case.connections.send(THERE, _register("2"), None)
     case.answer(THERE, A)
-    case.connections.tick()
+    case.connections.tick(0.0)
     assert case.take() == []
     case.unwanted.append(_register("1"))
-    case.connections.tick()
+    case.connections.tick(0.0)
     assert case.take() == [Undelivered(THERE, _register("1"), "given up")]
     case.unwanted.append(_register("2"))
     case.connections.heard(A)
@@ -425,3 +428,112 @@ def test_incarnations_are_remembered_after_their_connection(case: Case, monkeypa
     known = case.connections.known(AgentName("agent0"))
     assert known is not None
     assert known[0] == PeerAddress("host0", 1)
+
+
+# Who cannot answer
+
+
+def _registration(transfer: str = "t") -> Register:
+    return Register(SendKey(TransferId(transfer), 0), 1, identity("p", 4), 0, [b""], HERE, 1, 1, 0, 1)
+
+
+def test_a_peer_that_says_nothing_is_given_up_soon_and_the_reason_names_both_addresses(case: Case) -> None:
+    case.connections.send(THERE, _registration(), None)
+    assert case.answer(THERE, "a") == [Delivered(THERE, A, HELLO)]
+    case.connections.tick(100.0)
+    case.connections.tick(105.0)
+    assert case.take() == []
+    case.connections.tick(105.2)
+    [event] = case.take()
+    assert isinstance(event, Undelivered)
+    assert event.message == _registration()
+    assert event.reason.startswith("unreachable: there:1/pp0tp0 can be reached, but has said nothing for 5 s")
+    assert "cannot connect to here:1, the side_channel_host" in event.reason
+    assert case.counters.get("handshakes_failed", "unreachable") == 1
+    assert not case.connections.dialing
+    assert case.wire.connected == {"a"}  # a late answer still counts
+
+
+def test_the_next_requests_fail_at_once_until_it_is_tried_again(case: Case) -> None:
+    case.connections.send(THERE, _registration(), None)
+    case.answer(THERE, "a")
+    case.connections.tick(0.0)
+    case.connections.tick(5.1)
+    case.take()
+    case.connections.tick(15.0)
+    case.connections.send(THERE, _registration("u"), None)
+    [event] = case.take()
+    assert isinstance(event, Undelivered)
+    assert event.reason.startswith("unreachable: ")
+    ping = Ping(1, HERE, [], [])
+    case.connections.send(THERE, ping, None)  # by an answer to this it would be found
+    assert case.take() == [Delivered(THERE, A, ping)]
+    case.connections.tick(15.2)
+    case.connections.send(THERE, _registration("v"), None)
+    assert case.take() == [Delivered(THERE, A, HELLO)]
+    case.connections.tick(15.3)
+    case.connections.tick(20.0)
+    assert case.take() == []  # its time begins anew
+    case.connections.heard(A)
+    assert case.take() == [Delivered(THERE, A, _registration("v"))]
+
+
+def test_whoever_says_something_after_all_is_reachable(case: Case) -> None:
+    case.connections.send(THERE, _registration(), None)
+    case.answer(THERE, "a")
+    case.connections.tick(0.0)
+    case.connections.tick(5.1)
+    case.take()
+    case.connections.heard(A)
+    case.connections.send(THERE, _registration("u"), None)
+    assert case.take() == [Delivered(THERE, A, _registration("u"))]
+
+
+def test_an_address_where_nobody_answers_the_handshake_is_remembered_for_a_while(case: Case) -> None:
+    case.connections.tick(0.0)
+    case.connections.send(THERE, _registration(), None)
+    [event] = case.refuse(THERE)
+    assert event == Undelivered(THERE, _registration(), "handshake timeout: nobody")
+    case.connections.send(THERE, HELLO, None)
+    case.connections.connect(THERE, B)
+    undelivered, unreachable = case.take()
+    assert isinstance(undelivered, Undelivered)
+    assert isinstance(unreachable, Unreachable)
+    assert "can that side_channel_host be reached from here?" in undelivered.reason
+    assert case.phone.dialed == [THERE]
+    case.connections.tick(10.1)
+    case.connections.connect(THERE, B)
+    assert case.take() == []
+    assert case.phone.dialed == [THERE, THERE]
+
+
+def test_a_refused_handshake_costs_no_time_and_is_not_remembered(case: Case) -> None:
+    case.connections.send(THERE, HELLO, None)
+    case.refuse(THERE, "handshake refused: nobody listens")
+    case.connections.send(THERE, HELLO, None)
+    assert case.phone.dialed == [THERE, THERE]
+
+
+def test_a_connection_that_breaks_meanwhile_begins_to_wait_anew(case: Case) -> None:
+    case.connections.send(THERE, _registration(), None)
+    case.answer(THERE, "a")
+    case.connections.tick(0.0)
+    case.connections.tick(4.9)
+    case.connections.drop(A, "disconnected: x")
+    case.connections.send(THERE, _registration(), None)
+    case.answer(THERE, "a")
+    case.take()
+    case.connections.tick(5.1)
+    case.connections.tick(10.0)
+    assert case.take() == []
+
+
+def test_not_more_addresses_are_remembered_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unreachable_module, "MAX_ADDRESSES", 3)
+    unreachables = unreachable_module.Unreachables(10.0)
+    for port in range(1, 6):
+        unreachables.add(PeerAddress("x", port), f"why {port}")
+    reasons = [unreachables.reason(PeerAddress("x", port)) for port in range(1, 6)]
+    assert reasons == [None, None, "why 3", "why 4", "why 5"]
+    unreachables.tick(10.0)
+    assert unreachables.reason(PeerAddress("x", 5)) is None

@@ -314,8 +314,8 @@ def test_a_producer_that_cannot_answer_never_gets_a_registration() -> None:
     world.start("D", fingerprint="other")  # P refuses D; D does not refuse P
     received = world.fetch("D", "t", 8)
     took_s = world.until(lambda: received.ended == ["LoadFailed", "Released"], 5, step_s=0.01)
-    assert failure(received) == "peer_lost"
-    assert took_s <= TIMING.peer_timeout_s + 0.3
+    assert failure(received) == "unreachable"
+    assert took_s <= TIMING.first_answer_timeout_s + 0.3
     assert world["P"].core.counters.get("messages_received", "register") == 0
     assert world["P"].core.counters.get("handshakes_failed", "handshake refused") > 0
     world.run(0.5, step_s=0.01)
@@ -365,3 +365,35 @@ def test_closing_a_core_ends_all_its_parts(monkeypatch: pytest.MonkeyPatch) -> N
     assert sorted(closed) == ["dialer", "prover"]
     with pytest.raises(TransportError, match="closed"):
         world["P"].transport.notifications()
+
+
+# Addresses that do not lead anywhere
+
+
+def test_a_producer_that_cannot_reach_d_costs_a_few_seconds_once(caplog: pytest.LogCaptureFixture) -> None:
+    """D's side_channel_host is wrong: P is asked, and its answer finds no way back."""
+    world = World("P", "D")
+    world["P"].dialer.unreachable.add("D")
+    first = world.fetch("D", "t", 8)
+    took_s = world.until(lambda: first.ended == ["LoadFailed", "Released"], 60, step_s=0.01)
+    assert took_s < TIMING.first_answer_timeout_s + 0.3
+    assert failure(first) == "unreachable"
+    assert "transfer t failed: unreachable: P:1000/pp0tp0 can be reached, but" in caplog.text
+    second = world.fetch("D", "u", 8)
+    took_s = world.until(lambda: second.ended == ["LoadFailed", "Released"], 60, step_s=0.001)
+    assert took_s < 0.01
+    world["P"].dialer.unreachable.clear()
+    world.run(21, step_s=0.05)  # both have forgotten
+    _deliver(world, "v")
+    world.run(6, step_s=0.05)
+    world.check_idle()
+
+
+def test_a_producer_that_cannot_be_reached_costs_one_handshake() -> None:
+    world = World("P", "D")
+    world["D"].dialer.unreachable.add("P")
+    for transfer in ("t", "u", "v"):
+        request = world.fetch("D", transfer, 8)
+        world.until(lambda request=request: request.ended == ["LoadFailed", "Released"], 1)
+        assert failure(request) == "handshake timeout"
+    assert len(world["D"].dialer.dialed) == 1

@@ -46,6 +46,8 @@ TIMING = Timing(
     write_timeout_s=4.0,
     abort_drain_s=0.5,
     tombstone_s=4.0,
+    first_answer_timeout_s=1.0,
+    unreachable_retry_s=2.0,
 )
 
 
@@ -221,6 +223,7 @@ class Dialing:
         self._world = world
         self._open: list[tuple[float, PeerAddress]] = []
         self.dialed: list[PeerAddress] = []
+        self.unreachable: set[str] = set()
 
     def dial(self, address: PeerAddress) -> None:
         self.dialed.append(address)
@@ -236,7 +239,7 @@ class Dialing:
 
     def _ask(self, address: PeerAddress) -> Dialed:
         engine = self._world.engines.get(address.host)
-        if engine is None or not engine.running:
+        if engine is None or not engine.running or address.host in self.unreachable:
             return Dialed(address, None, f"handshake timeout: nobody answers at {address}")
         if engine.fingerprint != "same":
             return Dialed(address, None, f"handshake refused: {address} does not fit: model")

@@ -41,6 +41,8 @@ TIMING = Timing(
     write_timeout_s=4.0,
     abort_drain_s=0.5,
     tombstone_s=4.0,
+    first_answer_timeout_s=1.0,
+    unreachable_retry_s=2.0,
 )
 
 
