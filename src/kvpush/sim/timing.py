@@ -16,6 +16,7 @@ TIMING = Timing(
     tombstone_s=3.0,
     first_answer_timeout_s=0.5,
     unreachable_retry_s=0.4,
+    idle_check_s=1.2,
 )
 DIAL_TIMEOUT_S = 0.3
 PREEMPT_WAIT_S = 0.005

@@ -16,10 +16,14 @@ from kvpush.protocol.ids import AgentName, PeerAddress
 from kvpush.protocol.messages import Message, Ping, Register, encode
 from kvpush.protocol.timing import Timing
 from kvpush.transfer.addresses import address_text
+from kvpush.transfer.connection_events import Connected, Delivered, Disconnected, Event, Undelivered, Unreachable
 from kvpush.transfer.counters import Counters
 from kvpush.transfer.dialer import Answer, Dialer
+from kvpush.transfer.idle import IdleWatch
 from kvpush.transfer.unreachable import Unreachables
 from kvpush.transport.base import Transport, TransportError
+
+__all__ = ["Connected", "Connections", "Delivered", "Disconnected", "Event", "Undelivered", "Unreachable"]
 
 _log = logging.getLogger(__name__)
 
@@ -28,50 +32,6 @@ MAX_WAITING = 4096
 
 MAX_KNOWN = 1024
 """Incarnations that are remembered after their connection is gone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Delivered:
-    """A message has left for an incarnation."""
-
-    address: PeerAddress
-    agent: AgentName
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class Undelivered:
-    """A message did not and will not leave."""
-
-    address: PeerAddress
-    message: Message
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Connected:
-    """Pieces can be written to this incarnation."""
-
-    agent: AgentName
-
-
-@dataclass(frozen=True, slots=True)
-class Unreachable:
-    """Somebody waited to write to this incarnation, and it cannot be reached."""
-
-    agent: AgentName
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Disconnected:
-    """The connection to an incarnation broke."""
-
-    agent: AgentName
-    reason: str
-
-
-Event = Delivered | Undelivered | Connected | Unreachable | Disconnected
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +55,8 @@ class Connections:
     """Owned by the transfer thread. Every method returns at once; what happens comes out of `take`.
 
     wants_sent: asked before a message that had to wait leaves after all. needs: whether an incarnation must be
-    remembered, because its end may have to be proven. hello: what everybody answers.
+    remembered, because its end may have to be proven. asks: whether the protocol itself asks an incarnation whether it
+    lives. hello: what everybody answers.
     """
 
     def __init__(
@@ -105,6 +66,7 @@ class Connections:
         counters: Counters,
         wants_sent: Callable[[Message], bool],
         needs: Callable[[AgentName], bool],
+        asks: Callable[[AgentName], bool],
         hello: Ping,
         timing: Timing,
     ) -> None:
@@ -113,9 +75,11 @@ class Connections:
         self._counters = counters
         self._wants_sent = wants_sent
         self._needs = needs
+        self._asks = asks
         self._hello = hello
         self._first_answer_s = timing.first_answer_timeout_s
         self._unreachable = Unreachables(timing.unreachable_retry_s)
+        self._idle = IdleWatch(timing.idle_check_s, timing.first_answer_timeout_s)
         self._heard: set[AgentName] = set()
         self._lingering: set[AgentName] = set()  # dropped, but still connected for the transport
         self._held: dict[AgentName, list[tuple[PeerAddress, Message]]] = {}  # registrations for who was not heard yet
@@ -196,6 +160,7 @@ class Connections:
 
     def heard(self, agent: AgentName) -> None:
         """A message has come from a rank: it can answer."""
+        self._idle.heard(agent)
         if agent in self._by_agent and agent not in self._heard:
             self._heard.add(agent)
             for address in self._addresses(agent):
@@ -203,7 +168,8 @@ class Connections:
             self._send_held(agent)
 
     def tick(self, now_s: float) -> None:
-        """Lets go of what waits for a sign of life and is not wanted any more, or has waited for too long."""
+        """Lets go of what waits for a sign of life and is not wanted any more, or has waited for too long, and of peers
+        that are gone and were missed by nobody."""
         self._unreachable.tick(now_s)
         self._held_s = {agent: self._held_s.get(agent, now_s) for agent in self._held}
         for agent, held in list(self._held.items()):
@@ -211,15 +177,20 @@ class Connections:
                 self._give_up(agent)
             elif not all(self._wants_sent(message) for _, message in held):
                 self._send_held(agent)
+        self._check_idle(now_s)
         for agent in [agent for agent in self._lingering if not self._needs(agent)]:
             self._lingering.discard(agent)
             if agent not in self._by_agent:
                 self._transport.disconnect(agent)
+        for agent in [agent for agent in self._known if agent not in self._by_agent]:
+            if not self._needs(agent):
+                del self._known[agent]
 
     def drop(self, agent: AgentName, reason: str) -> None:
         """Forgets a connection, so that the next use makes a new one."""
         if self._by_agent.pop(agent, None) is None:
             return
+        self._idle.forget(agent)
         addresses = self._addresses(agent)
         for address in addresses:
             del self._by_address[address]
@@ -234,6 +205,18 @@ class Connections:
         where = ", ".join(str(address) for address in addresses)
         _log.warning("kvpush: connection to %s (%s) dropped: %s", where, agent, reason)
         self._events.append(Disconnected(agent, reason))
+
+    def _check_idle(self, now_s: float) -> None:
+        """Asks those who have long been silent, and drops who does not answer, unless the protocol asks them anyway."""
+        ask, dead = self._idle.tick(self._by_agent, now_s)
+        for agent in [agent for agent in (*ask, *dead) if self._asks(agent)]:
+            self._idle.heard(agent)
+        for agent in ask:
+            if not self._asks(agent):
+                self._deliver(self._known[agent][0], self._hello, agent)
+        for agent in dead:
+            if not self._asks(agent):
+                self.drop(agent, "idle: it has said nothing for long, and does not answer")
 
     def _addresses(self, agent: AgentName) -> list[PeerAddress]:
         """Where an incarnation is known; it may have several addresses, as a host has more than one name."""

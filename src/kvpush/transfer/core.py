@@ -81,7 +81,7 @@ class TransferCore:
         consumer = Consumer(config.timing, config.sender)
         hello = Ping(0, config.sender)  # the protocol's own pings count from 1
         self._connections = Connections(
-            transport, dialer, self.counters, consumer.wants_sent, self._needs, hello, config.timing
+            transport, dialer, self.counters, consumer.wants_sent, self._needs, consumer.expects, hello, config.timing
         )
         self._endings = Endings(transport, encode(hello))
         self._producer_side = ProducerSide(

@@ -43,6 +43,8 @@ def test_a_bound_that_is_no_number_is_named(name: str, value: object) -> None:
 def test_bounds_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ValueError, match=r"ping_interval_s \(10.0\) must be below peer_timeout_s"):
         Timing(ping_interval_s=10.0)
+    with pytest.raises(ValueError, match=r"idle_check_s \(30.0\) must be above peer_timeout_s"):
+        Timing(peer_timeout_s=30.0)
     with pytest.raises(ValueError, match="announced_timeout_s"):
         Timing(unclaimed_timeout_s=301.0)
     assert Timing(unclaimed_timeout_s=300.0).unclaimed_timeout_s == 300.0

@@ -77,12 +77,14 @@ class Case:
         self.wire, self.phone, self.counters = Wire(), Phone(), Counters()
         self.unwanted: list[Message] = []
         self.needed: set[AgentName] = set()
+        self.asked: set[AgentName] = set()
         self.connections = Connections(
             self.wire,  # type: ignore[arg-type]
             self.phone,
             self.counters,
             lambda message: message not in self.unwanted,
             lambda agent: agent in self.needed,
+            lambda agent: agent in self.asked,
             HELLO,
             Timing(),
         )
@@ -537,3 +539,99 @@ def test_not_more_addresses_are_remembered_than_there_is_room_for(monkeypatch: p
     assert reasons == [None, None, "why 3", "why 4", "why 5"]
     unreachables.tick(10.0)
     assert unreachables.reason(PeerAddress("x", 5)) is None
+
+
+# Peers that nobody misses
+
+
+def _connect(case: Case, address: PeerAddress = THERE, agent: str = "a") -> None:
+    case.connections.send(address, Cancel(SendKey(TransferId("t"), 0), 1, HERE), None)
+    case.answer(address, agent)
+    case.connections.heard(AgentName(agent))
+    case.wire.sent.clear()
+
+
+def test_a_peer_that_has_long_been_silent_is_asked_and_stays_if_it_answers(case: Case) -> None:
+    _connect(case)
+    for now_s in (0.0, 30.0):
+        case.connections.tick(now_s)
+    assert case.wire.sent == []
+    case.connections.tick(30.1)
+    assert case.sent("a") == [encode(HELLO)]
+    case.connections.tick(30.2)
+    case.connections.heard(A)
+    case.connections.tick(60.0)
+    assert case.wire.connected == {"a"}
+    assert case.sent("a") == [encode(HELLO)]  # once
+    case.connections.tick(60.3)
+    assert case.sent("a") == [encode(HELLO)] * 2
+
+
+def test_one_that_does_not_answer_is_dropped_and_nothing_is_left_of_it(case: Case) -> None:
+    _connect(case)
+    for now_s in (0.0, 30.1, 35.0):
+        case.connections.tick(now_s)
+    assert case.wire.connected == {"a"}
+    case.take()
+    case.connections.tick(35.2)
+    assert case.wire.connected == set()
+    [event] = case.take()
+    assert isinstance(event, Disconnected)
+    assert case.counters.get("disconnects", "idle") == 1
+    case.connections.tick(35.3)
+    assert case.connections.known(A) is None
+    assert not case.connections._idle._heard_s
+    assert not case.connections._idle._asked_s
+    case.connections.send(THERE, HELLO, None)  # and it is found again if it comes back
+    assert case.answer(THERE, "a") == [Delivered(THERE, A, HELLO)]
+
+
+def test_one_that_is_gone_is_found_out_by_asking_it(case: Case) -> None:
+    """On one machine the transport knows at once."""
+    _connect(case)
+    case.connections.tick(0.0)
+    case.wire.broken.add("a")
+    case.connections.tick(30.1)
+    assert case.wire.connected == set()
+    assert [type(event) for event in case.take()] == [Disconnected, Undelivered]
+    case.connections.tick(36.0)
+    assert case.take() == []
+
+
+def test_one_that_the_protocol_asks_is_not_asked_here(case: Case) -> None:
+    """It may be stopped, with memory in quarantine: its bounds are others."""
+    _connect(case)
+    case.asked.add(A)
+    for now_s in (0.0, 31.0, 40.0, 80.0):
+        case.connections.tick(now_s)
+    assert case.wire.connected == {"a"}
+    assert case.wire.sent == []
+    case.asked.clear()
+    case.connections.tick(111.0)
+    assert case.sent("a") == [encode(HELLO)]
+
+
+def test_one_whose_end_may_have_to_be_proven_is_remembered(case: Case) -> None:
+    _connect(case)
+    case.needed.add(A)
+    for now_s in (0.0, 30.1, 35.2, 90.0):
+        case.connections.tick(now_s)
+    assert case.connections.answer(A) is None
+    assert case.wire.connected == {"a"}  # whether it has ended must be seen
+    assert case.connections.known(A) is not None
+    case.needed.clear()
+    case.connections.tick(90.1)
+    assert case.wire.connected == set()
+    assert case.connections.known(A) is None
+
+
+def test_crash_looping_peers_leave_nothing_behind(case: Case) -> None:
+    """A new incarnation every ten seconds, each at another address and each missed by nobody."""
+    case.connections.tick(0.0)
+    for life in range(200):
+        _connect(case, PeerAddress("pod", life + 1), f"life {life}")
+        case.wire.broken.add(f"life {life}")
+        case.connections.tick(10.0 * (life + 1))
+        case.take()
+        assert len(case.wire.connected) <= 5
+        assert len(case.connections._known) <= 5

@@ -397,3 +397,32 @@ def test_a_producer_that_cannot_be_reached_costs_one_handshake() -> None:
         world.until(lambda request=request: request.ended == ["LoadFailed", "Released"], 1)
         assert failure(request) == "handshake timeout"
     assert len(world["D"].dialer.dialed) == 1
+
+
+# Peers that die while nothing is shared with them
+
+
+def test_peers_that_die_idle_are_dropped_at_both_sides() -> None:
+    for survivor, dead in (("P", "D"), ("D", "P")):
+        world = World("P", "D")
+        _deliver(world, "t")
+        core, agent = world[survivor].core, world[dead].agent
+        assert core._connections.answer(agent) is not None
+        world.run(60, step_s=0.1)
+        assert core._connections.answer(agent) is not None  # it lives, and says so
+        world.fabric.kill(agent)
+        world.run(45, step_s=0.1)
+        assert core._connections.answer(agent) is None
+        assert core._connections.known(agent) is None
+        world.start(dead)
+        _deliver(world, "u")
+
+
+def test_a_peer_that_is_stopped_while_idle_is_found_again_when_it_continues() -> None:
+    world = World("P", "D")
+    _deliver(world, "t")
+    world.fabric.stop("P-0")
+    world.run(45, step_s=0.1)
+    assert world["D"].core._connections.answer(world["P"].agent) is None
+    world.fabric.resume("P-0")
+    _deliver(world, "u")

@@ -43,6 +43,7 @@ TIMING = Timing(
     tombstone_s=4.0,
     first_answer_timeout_s=1.0,
     unreachable_retry_s=2.0,
+    idle_check_s=6.0,
 )
 
 
