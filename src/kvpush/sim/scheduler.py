@@ -273,6 +273,7 @@ class Scheduler:
         if self.rules.policy == "fail":
             for request_id in sorted(failed):
                 self.finish(self.requests[request_id], Status.FINISHED_ERROR)
+        self.half.on_failed(sorted(step.failures))
         self.half.on_quarantines(step.quarantines)
         self.half.on_reported(step.received)
         for request_id in sorted(step.received):

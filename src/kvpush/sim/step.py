@@ -22,6 +22,7 @@ class Half(Protocol):
     def on_allocated(self, request_id: str, blocks: BlockTable, num_external_tokens: int) -> None: ...
     def on_step(self, output: Any) -> tuple[list[Command], list[Progress]]: ...
     def on_reported(self, received: Iterable[str] | None) -> None: ...
+    def on_failed(self, failed: Iterable[str]) -> None: ...
     def on_quarantines(self, quarantines: Mapping[Rank, Quarantine]) -> bool: ...
     def on_finished(self, request: Any, block_ids: BlockTable) -> bool: ...
 
@@ -69,7 +70,8 @@ class Step:
 
     before, after: the connector's metadata. fresh: blocks that hold what others left in them. reports: (request, which,
     rank); sent, received: those that every rank has made by now; failed: those of received that a rank calls failed.
-    quarantines: what ranks hold, where that has changed. pending: ranks that have not finished it.
+    failures: loads that have failed in this step. quarantines: what ranks hold, where that has changed. pending: ranks
+    that have not finished it.
     """
 
     number: int
@@ -82,6 +84,7 @@ class Step:
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
+    failures: set[str] = field(default_factory=set)
     invalid: set[int] = field(default_factory=set)
     quarantines: dict[Rank, Quarantine] = field(default_factory=dict)
     pending: int = 1

@@ -216,6 +216,7 @@ class Worker:
         sent, received, failed = self.reports.collect(step.finished_ids, results)
         if self.core.quarantine != self._told:
             self._told = step.quarantines[self.core.rank] = self.core.quarantine
+        step.failures |= self.reports.take_failures()
         if self.spec.rules.failed_recving:
             step.failed |= failed
         self.engine.on_collected(step, self, sent, received, self.reports.take_invalid_blocks())

@@ -30,11 +30,12 @@ class Reports:
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._invalid: set[int] = set()
+        self._failures: set[str] = set()
 
     @property
     def idle(self) -> bool:
         """Nothing is owed, and nothing is left to be taken."""
-        reports = self._early or self._sent or self._received or self._failed or self._invalid
+        reports = self._early or self._sent or self._received or self._failed or self._invalid or self._failures
         return not (reports or self._loading or self._finished or len(self._ledger))
 
     def admit(self, commands: Iterable[Command], poisoned: Collection[RequestId]) -> list[Command]:
@@ -81,6 +82,11 @@ class Reports:
         invalid, self._invalid = self._invalid, set()
         return invalid
 
+    def take_failures(self) -> set[str]:
+        """Requests whose load has failed, each once, as soon as that is known: their blocks may be held for long."""
+        failures, self._failures = self._failures, set()
+        return failures
+
     def _book(self, result: Result) -> None:
         request_id = result.request_id
         match result:
@@ -112,8 +118,9 @@ class Reports:
         """Names the blocks of a failed load, once."""
         blocks = self._loading.pop(request_id, ())
         # After the request has ended its blocks concern nobody; naming them could hit another request.
-        if request_id not in self._finished:
+        if blocks and request_id not in self._finished:
             self._invalid.update(blocks)
+            self._failures.add(request_id)
 
     def _forget(self, request_id: RequestId) -> None:
         self._finished.discard(request_id)

@@ -37,18 +37,20 @@ class _Load:
     stage: _Stage = _Stage.NEW
     consumer: int | None = None
     phantom: bool = False
-    refused: bool = False  # it would have been loaded, but no writer may get memory now
+    refused: str = ""  # why it is computed here although P would bring it
 
 
 @dataclass(slots=True)
 class _Transfer:
     """The live requests of one transfer id. next_consumer: indices are given in order of admission attempts, because a
-    phantom hardly ever gets that far. announced: P was told that somebody waits. closed: that nobody else comes."""
+    phantom hardly ever gets that far. announced: P was told that somebody waits. closed: that nobody else comes.
+    failed: a load of it has failed, so that the others need not try."""
 
     loads: dict[RequestId, _Load] = field(default_factory=dict)
     next_consumer: int = 0
     announced: bool = False
     closed: bool = False
+    failed: bool = False
 
     def take_index(self, load: _Load) -> int:
         """The consumer index of a load, the same whenever it is asked for."""
@@ -94,11 +96,14 @@ class ConsumerScheduler:
         if load is None or load.stage is not _Stage.NEW:
             return 0, False
         missing = load.num_prompt_tokens - num_computed_tokens
-        load.refused = not self._health.healthy
-        if missing <= self._recompute_below or load.refused:
+        if missing <= self._recompute_below:
             return 0, False
         transfer = self._transfers[load.params.transfer_id]
         known = transfer.take_index(load) < load.params.consumers
+        # What failed once would fail again, and waiting for its memory may take for ever.
+        load.refused = "sibling_failed" if transfer.failed else "" if self._health.healthy else "quarantine"
+        if load.refused:
+            return 0, False
         if self._prefix_caching and known and self._sibling_loads(transfer, load):
             return None, False  # it will hit the cache that its sibling fills
         return missing, True
@@ -115,7 +120,7 @@ class ConsumerScheduler:
             load.phantom = self._is_phantom(load, transfer)
             if not load.phantom:
                 if load.refused:
-                    self._counters.add("loads_refused", "quarantine")
+                    self._counters.add("loads_refused", load.refused)
                 self._release(load, transfer)
             elif len(transfer.loads) == 1:
                 self._close(load, transfer)
@@ -145,6 +150,13 @@ class ConsumerScheduler:
         load = self._loads.get(RequestId(request_id))
         if load is not None:
             load.stage = _Stage.DONE
+
+    def on_failed(self, request_id: str) -> None:
+        """The request's load has failed: those of its transfer that have not begun to load are computed here."""
+        load = self._loads.get(RequestId(request_id))
+        # A duplicate, that was refused, says nothing about the transfer.
+        if load is not None and load.consumer is not None and load.consumer < load.params.consumers:
+            self._transfers[load.params.transfer_id].failed = True
 
     def on_finished(self, request_id: str) -> None:
         """The request has ended. Whether its blocks must stay is vLLM's own business: it holds those that load."""

@@ -98,6 +98,11 @@ class SchedulerHalves:
         for request_id in received or ():
             self._consumer.on_reported(request_id)
 
+    def on_failed(self, failed: Iterable[str]) -> None:
+        """Loads that have failed at a rank; their blocks may be held for long yet."""
+        for request_id in failed:
+            self._consumer.on_failed(request_id)
+
     def on_quarantines(self, quarantines: Mapping[Rank, Quarantine]) -> bool:
         """What ranks hold in quarantine now; True if the engine has become unhealthy by it, or healthy again."""
         return self.health.update(quarantines)

@@ -31,11 +31,15 @@ class RankMetadata(KVConnectorHandshakeMetadata):
 
 @dataclass
 class RankNews(KVConnectorWorkerMetadata):
-    """What workers tell the scheduler half after a step, of ranks where it has changed."""
+    """What workers tell the scheduler half after a step.
+
+    quarantines: of ranks where that has changed. failed: requests whose load has failed; reports follow.
+    """
 
     quarantines: dict[Rank, Quarantine] = field(default_factory=dict)
+    failed: set[str] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankNews:
         """The news of several ranks as one; each speaks of itself."""
         assert isinstance(other, RankNews)
-        return RankNews({**self.quarantines, **other.quarantines})
+        return RankNews({**self.quarantines, **other.quarantines}, self.failed | other.failed)

@@ -96,7 +96,10 @@ class PushScheduler:
 
     def on_news(self, news: object) -> None:
         """What the workers have told with this step's output, if anything."""
-        if isinstance(news, RankNews) and self._halves.on_quarantines(news.quarantines):
+        if not isinstance(news, RankNews):
+            return
+        self._halves.on_failed(news.failed)
+        if self._halves.on_quarantines(news.quarantines):
             self._side_channel.set_trouble(self._halves.health.trouble)
 
     def on_reported(self, received: set[str] | None) -> None:

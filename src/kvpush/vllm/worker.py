@@ -131,10 +131,10 @@ class PushWorker:
 
     def news(self) -> RankNews | None:
         """What the scheduler half has to know of this rank as of the last `collect`; None if that has not changed."""
-        if self._core is None or self._quarantine == self._told:
-            return None
-        self._told = self._quarantine
-        return RankNews({self._core.rank: self._quarantine})
+        failed, quarantine = self._reports.take_failures(), self._quarantine
+        changed = {self._core.rank: quarantine} if self._core is not None and quarantine != self._told else {}
+        self._told = quarantine
+        return RankNews(changed, failed) if changed or failed else None
 
     def handshake_metadata(self) -> RankMetadata | None:
         return None if self._rank is None else RankMetadata(msgspec.msgpack.encode(self._rank))

@@ -37,7 +37,16 @@ def _admit(reports: Reports, *commands: Command, poisoned: tuple[RequestId, ...]
 def _collect(reports: Reports, *results: Result, finished: tuple[str, ...] = ()) -> tuple[set[str], set[str]]:
     sent, received, failed = reports.collect(finished, results)
     assert failed <= received
+    reports.take_failures()
     return sent, received
+
+
+def test_a_failure_is_told_at_once_and_once(reports: Reports) -> None:
+    _admit(reports, _fetch(), _fetch(S))
+    reports.collect((), [LoadFailed(R, "why"), Received(S)])
+    assert reports.take_failures() == {"r"}
+    reports.collect((), [Released(R)])
+    assert reports.take_failures() == set()
 
 
 def test_a_load_that_is_released_and_not_received_has_failed(reports: Reports) -> None:
@@ -47,6 +56,7 @@ def test_a_load_that_is_released_and_not_received_has_failed(reports: Reports) -
     assert reports.collect((), [Released(R), Released(RequestId("u"))]) == (set(), {"r", "u"}, {"r", "u"})
     assert reports.collect(("r", "s", "u"), [Released(R)]) == (set(), set(), set())
     reports.take_invalid_blocks()
+    reports.take_failures()
     assert reports.idle
 
 
@@ -149,7 +159,7 @@ def test_in_any_order_each_is_reported_once_and_nothing_is_left(seed: int) -> No
     rng = random.Random(seed)
     reports = Reports(BLOCK)
     todo: dict[str, list[str]] = {}
-    sent, received, failed, released = [], [], [], set()
+    sent, received, failed, failures, released = [], [], [], [], set()
     invalid: set[int] = set()
     expected_invalid: set[int] = set()
     for i in range(30):
@@ -190,6 +200,7 @@ def test_in_any_order_each_is_reported_once_and_nothing_is_left(seed: int) -> No
         now_sent, now_received, now_failed = reports.collect(finished, results)
         assert now_failed <= now_received
         failed += now_failed
+        failures += reports.take_failures()
         sent += now_sent
         received += now_received
         invalid |= reports.take_invalid_blocks()
@@ -197,5 +208,7 @@ def test_in_any_order_each_is_reported_once_and_nothing_is_left(seed: int) -> No
     assert len(set(received)) == len(received)
     assert len(sent) + len(received) == 30
     assert sorted(failed) == sorted(released)
+    assert len(set(failures)) == len(failures)
+    assert set(failures) <= released
     assert invalid == expected_invalid
     assert reports.idle

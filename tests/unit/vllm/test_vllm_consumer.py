@@ -402,6 +402,44 @@ def test_every_consumer_index_is_spoken_for_once(seed: int) -> None:
     assert sorted(heard) == list(range(consumers))
 
 
+def test_siblings_of_a_load_that_has_failed_are_computed_and_wait_for_nothing() -> None:
+    case = Case()
+    for name in "abc":
+        case.add(name, consumers=3)
+    case.load("a")
+    assert case.ask("b") == (None, False)
+    case.halves.on_failed(["a", "unknown"])  # its blocks may be in quarantine for ever
+    assert case.ask("b") == (0, False)
+    case.allocate("b", 0)
+    assert case.ask("c") == (0, False)
+    case.allocate("c", 0)
+    commands = case.take()
+    assert commands[1:] == [_release(1), _release(2)]
+    assert case.halves.counters.get("loads_refused", "sibling_failed") == 2
+    assert case.ask("a") == (0, False)
+
+
+def test_a_duplicate_that_was_refused_does_not_spoil_the_transfer() -> None:
+    case = Case(prefix_caching=False)
+    case.add("a")
+    case.load("a")
+    case.add("double")
+    case.load("double")
+    case.halves.on_failed(["double"])
+    case.halves.on_reported(["double"])
+    assert not case.halves._consumer._transfers[T].failed
+
+
+def test_the_next_use_of_a_transfer_id_is_loaded_again() -> None:
+    case = Case()
+    case.add("a")
+    case.load("a")
+    case.halves.on_failed(["a"])
+    case.end("a")
+    case.add("b")
+    case.load("b")
+
+
 def test_while_too_much_is_in_quarantine_prompts_are_computed_here_and_p_is_released() -> None:
     case = Case(quarantine_max_blocks=2)
     case.add("early")
