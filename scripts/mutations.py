@@ -158,7 +158,7 @@ MUTATIONS = [
     # Reports
     Mutation(
         "name a load's cached blocks as invalid", "transfer/reports.py",
-        "command.blocks[0][first_block:]", "command.blocks[0]",
+        "return blocks[command.first_token // self._block_size :] or blocks[-1:]", "return blocks",
     ),
     Mutation(
         "forget to name invalid blocks", "transfer/reports.py",
