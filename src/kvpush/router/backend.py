@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import os
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -58,6 +60,9 @@ class Backend:
         self._metrics = metrics
         self._on_change = on_change
         self._authorization = f"Bearer {config.api_key}" if config.api_key else None
+        self._offered: str | None = None  # a client's credentials, until the next check
+        self._salt = os.urandom(32)
+        self._tried = b""  # which of them the last check had, in a form that gives nothing away
         self._late_checks = 0
         self._wake = asyncio.Event()
 
@@ -123,10 +128,18 @@ class Backend:
             self.lost(str(error))
 
     def offer_authorization(self, authorization: str | None) -> None:
-        """A client's credentials may serve for a probe when the router has none of its own."""
-        if authorization and not self._config.api_key and authorization != self._authorization and not self.ready:
-            self._authorization = authorization
+        """A client's credentials may serve for one probe when the router has none of its own; then they are forgotten.
+
+        Those that the last check had in vain are not tried again at once: whoever waits offers them again and again.
+        """
+        if not authorization or self._authorization or not self._needs_identity or self.ready:
+            return
+        if self._disguised(authorization) != self._tried:
+            self._offered = authorization
             self._wake.set()
+
+    def _disguised(self, authorization: str) -> bytes:
+        return hashlib.blake2b(authorization.encode("utf-8", "surrogatepass"), key=self._salt).digest()
 
     async def watch(self) -> None:
         """Probes the engine until it is known, checks its health from then on, and begins again when it is lost."""
@@ -154,12 +167,14 @@ class Backend:
                 return response.status == 200
 
     async def _check(self) -> bool:
+        offered, self._offered = self._offered, None
+        self._tried = self._disguised(offered) if offered else b""
         try:
             if not await self.healthy():
                 self.lost("/health does not answer 200")
                 return False
             if self._needs_identity and self.identity is None:
-                await self._probe()
+                await self._probe(offered)
         except IdentityError as error:
             return self._probe_failed("refused", str(error))
         except TimeoutError:
@@ -210,13 +225,16 @@ class Backend:
             log.warning("decode engine %s is %s", self.url, f"unhealthy: {unhealthy}" if unhealthy else "healthy again")
         self.unhealthy = unhealthy
 
-    async def _probe(self) -> None:
+    async def _probe(self, offered: str | None) -> None:
         """Learns who the engine is."""
-        self._accept(await self._ask_identity())
+        self._accept(await self._ask_identity(offered))
         self._metrics.probes["ok"] += 1
 
-    async def _ask_identity(self) -> object:
-        """What an engine tells of itself in the answer to a request of one token. Raises IdentityError."""
+    async def _ask_identity(self, offered: str | None = None) -> object:
+        """What an engine tells of itself in the answer to a request of one token. Raises IdentityError.
+
+        offered: a client's credentials, for want of any of our own.
+        """
         body = msgspec.json.encode(
             {
                 "prompt": [0],
@@ -226,8 +244,8 @@ class Backend:
             }
         )
         headers = {"Content-Type": "application/json", "X-Request-Id": f"kvpush-probe-{uuid.uuid4().hex}"}
-        if self._authorization:
-            headers["Authorization"] = self._authorization
+        if authorization := self._authorization or offered:
+            headers["Authorization"] = authorization
         async with asyncio.timeout(self._config.probe_timeout_s):
             async with self._session.post(self.url + "/v1/completions", data=body, headers=headers) as response:
                 answer = await response.read()

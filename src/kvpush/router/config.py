@@ -28,7 +28,9 @@ class RouterConfig:
         engine whether it may load KV; each costs it one token.
     prefill_grace_s: how long a prefill leg may outlive its decode leg, which has ended well, before it is cancelled.
     shutdown_timeout_s: what requests in flight get when the router is told to stop.
-    retries: how often a request is dispatched anew when an engine failed before anything was sent to the client.
+    retries: how often a request is dispatched anew, as another transfer, when an engine failed before anything was sent
+        to the client. Nothing is lost by that but time: an engine keeps nothing of a completion. More than one would
+        let a request that kills engines kill as many of them.
     max_body_bytes, max_in_flight, max_prompts: a larger body, more requests at once, or more prompts in one
         request are refused.
     recent_records: how many transfers `/kvpush/status` remembers.
@@ -48,7 +50,7 @@ class RouterConfig:
     condition_interval_s: float = 10.0
     prefill_grace_s: float = 1.0
     shutdown_timeout_s: float = 10.0
-    retries: int = 0
+    retries: int = 1
     max_body_bytes: int = 64 * 1024 * 1024
     max_in_flight: int = 4096
     max_prompts: int = 256

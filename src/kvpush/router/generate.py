@@ -24,6 +24,8 @@ PREFILL_HEADER = "x-kvpush-prefill-ms"
 # Passed on to both engines. A data parallel rank is not: it means another thing at each.
 FORWARDED = ("Authorization", "traceparent", "tracestate", "X-Session-ID", "X-Vllm-Priority")
 
+MAX_HEADER_LENGTH = 4096
+
 
 class Generate:
     """Handlers of `/v1/completions` and `/v1/chat/completions`."""
@@ -43,7 +45,8 @@ class Generate:
         metrics = self._parts().metrics
         started_s = asyncio.get_running_loop().time()
         request_id = request.headers.get("X-Request-Id") or uuid.uuid4().hex
-        reply = Reply(request, {"X-Request-Id": request_id})
+        echoed = {"X-Request-Id": request_id} if _is_text(request_id) else {}
+        reply = Reply(request, echoed)
         outcome = "internal_error"
         metrics.in_flight += 1
         try:
@@ -75,14 +78,20 @@ class Generate:
         self, request: web.Request, reply: Reply, request_id: str, started_s: float, *, chat: bool
     ) -> web.StreamResponse:
         parts = self._parts()
-        body, dropped = legs.drop_client_params(legs.parse_body(await request.read()))
+        _text("X-Request-Id", request_id)
+        try:
+            data = await request.read()
+        except web.RequestPayloadError:
+            message = "The body is not what its Content-Encoding or Transfer-Encoding says, or was cut off"
+            raise ApiError(400, message, outcome="rejected") from None
+        body, dropped = legs.drop_client_params(legs.parse_body(data))
         parts.metrics.client_params_dropped += dropped
         local = legs.local_reason(body, chat=chat)
         if local is not None:
             parts.metrics.local[local] += 1
         bodies = None if chat or local is not None else split(body, self._config.max_prompts)
         transfer_id = uuid.uuid4().hex
-        headers = {name: request.headers[name] for name in FORWARDED if name in request.headers}
+        headers = {name: _text(name, request.headers[name]) for name in FORWARDED if name in request.headers}
         headers["Content-Type"] = "application/json"
 
         def call(body: legs.Body, suffix: str) -> Call:
@@ -130,3 +139,16 @@ class Generate:
             raise
         finally:
             await transfer.close(outcome)
+
+
+def _is_text(value: str) -> bool:
+    """Whether a header's value can be sent on: the bytes of some cannot."""
+    return len(value) <= MAX_HEADER_LENGTH and value.isprintable()
+
+
+def _text(name: str, value: str) -> str:
+    """Raises ApiError (400) naming the header."""
+    if not _is_text(value):
+        message = f"The header {name} is longer than {MAX_HEADER_LENGTH} characters, or holds what is no printable text"
+        raise ApiError(400, message, outcome="rejected")
+    return value

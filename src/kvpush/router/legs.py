@@ -63,6 +63,9 @@ OUTPUT_KEYS: Final = frozenset(
 COMPLETION_OUTPUT_KEYS: Final = frozenset({"response_format", "max_completion_tokens"})
 OUTPUT_PREFIX: Final = "guided_"
 
+# What a prefill engine hands over to at most (`kvpush_consumers`); more than that is not worth a transfer.
+MAX_CONSUMERS: Final = 1024
+
 _FALSE: Final = frozenset({"", "0", "f", "false", "n", "no", "off"})
 
 
@@ -123,11 +126,14 @@ def local_reason(body: Mapping[str, Any], *, chat: bool) -> str | None:
     - `prompt_logprobs`: they need the prompt computed where they are asked for (an echo with logprobs implies them).
     - `truncation`: a negative limit stands for a length that depends on max_tokens, which the prefill leg changes.
     - `prompt_embeds`: such prompts have no token ids to match by.
+    - `n`: more samples than one prefill can be handed over to.
     - `malformed`: the decode engine will say best what is wrong.
     """
     count = consumer_count(body)
     if count is None:
         return "malformed"
+    if count > MAX_CONSUMERS:
+        return "n"
     if is_on(body, "use_beam_search"):
         return "beam_search"
     best_of = value_of(body, "best_of")

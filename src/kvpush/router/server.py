@@ -75,7 +75,7 @@ def router_command(
     shutdown_timeout_s: Annotated[
         float, typer.Option(help="What requests in flight get when the router stops.")
     ] = 10.0,
-    retries: Annotated[int, typer.Option(help="Dispatches anew when an engine fails before the first byte.")] = 0,
+    retries: Annotated[int, typer.Option(help="Dispatches anew when an engine fails before the first byte.")] = 1,
     max_body_bytes: Annotated[int, typer.Option(help="Largest request body.")] = 64 * 1024 * 1024,
     max_in_flight: Annotated[int, typer.Option(help="Most requests at once.")] = 4096,
     max_prompts: Annotated[int, typer.Option(help="Most prompts in one request.")] = 256,

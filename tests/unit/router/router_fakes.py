@@ -169,7 +169,10 @@ class FakeEngine:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
-        seen = Seen(request.path, json.loads(raw), request.headers, raw)
+        try:
+            seen = Seen(request.path, json.loads(raw), request.headers, raw)
+        except (ValueError, RecursionError) as error:  # numbers of thousands of digits, for one
+            return web.json_response(vllm_error(400, str(error)), status=400)
         is_probe = bool(seen.params.get("kvpush_probe"))
         (self.probes if is_probe else self.seen).append(seen)
         if self.api_key is not None and request.headers.get("Authorization") != f"Bearer {self.api_key}":
@@ -356,6 +359,7 @@ async def cluster(
     if setup is not None:
         setup(p, d)
     defaults: dict[str, Any] = {"identity_wait_s": 2.0, "health_interval_s": 0.1, "probe_timeout_s": 1.0}
+    defaults |= {"retries": 0}  # one failure is one failure, unless a test is about retries
     defaults |= {"shutdown_timeout_s": 0.1, "prefill_grace_s": 0.2, "request_timeout_s": 20.0, "port": 0}
     urls = {"prefill": tuple(e.url for e in p), "decode": tuple(e.url for e in d), "mode": mode}
     config = RouterConfig(**{**defaults, **urls, **options})
