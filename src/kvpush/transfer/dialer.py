@@ -110,7 +110,7 @@ class SideChannelDialer:
         # What was checked is what is connected to: asking the resolver again could give another answer.
         host = self._allowed.check(address.host, address.port)
         found = query_peer(host, address.port, address.pp_rank, address.tp_rank, None, self._secret, self._timeout_s)
-        differences = check_compatible(self._mine, found.engine)
+        differences = check_compatible(self._mine, found.engine.of(found.rank))
         for name in ("tp_size", "pp_size"):
             here, there = getattr(self._mine, name), getattr(found.engine, name)
             if here != there:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from kvpush.transfer.sidechannel import UNKNOWN
+from kvpush.vllm.weights import adapter_weights
 
 _log = logging.getLogger(__name__)
 
@@ -70,9 +73,23 @@ def multimodal_hashes(request: Any) -> list[str]:
     return [str(feature.identifier) for feature in getattr(request, "mm_features", None) or ()]
 
 
-def lora_name(request: Any) -> str | None:
+def lora_identity(request: Any) -> str | None:
+    """The name of a request's adapter, and what its weights are if they lie on this machine; None without one.
+
+    Two engines may have different adapters under one name. One whose adapter is a name of the hub says the name alone.
+    """
     lora = getattr(request, "lora_request", None)
-    return None if lora is None else str(lora.lora_name)
+    if lora is None:
+        return None
+    weights = adapter_weights(int(getattr(lora, "lora_int_id", 0)), str(getattr(lora, "lora_path", "")))
+    return f"{lora.lora_name}\0{weights}" if weights else str(lora.lora_name)
+
+
+def attention_backends(vllm_config: Any, layer_names: Iterable[str]) -> str:
+    """Names of the attention backends of these layers; "unknown" where vLLM does not say. In a worker only."""
+    context = getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", None) or {}
+    layers = [context[name] for name in layer_names if hasattr(context.get(name), "get_attn_backend")]
+    return ", ".join(sorted({str(layer.get_attn_backend().get_name()) for layer in layers})) or UNKNOWN
 
 
 def block_layout(vllm_config: Any) -> str:

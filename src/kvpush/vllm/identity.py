@@ -11,6 +11,7 @@ from kvpush.protocol.messages import VERSION
 from kvpush.protocol.prompt import PromptIdentity, prompt_identity
 from kvpush.transfer.sidechannel import EngineInfo, host_id
 from kvpush.vllm import compat
+from kvpush.vllm.weights import model_weights
 
 
 class UnsupportedModel(ValueError):
@@ -70,9 +71,17 @@ def fingerprint(vllm_config: Any, kv_cache_config: Any) -> dict[str, str]:
         "layers": str(len(kv_cache_config.kv_cache_groups[0].layer_names)),
         "block size": str(spec.block_size),
         "block layout": compat.block_layout(vllm_config),
+        "weights": model_weights(vllm_config),
         "draft model": _draft(vllm_config),
         "vllm": ".".join(str(part) for part in compat.major_minor(compat.vllm_version())),
     }
+
+
+def rank_fingerprint(vllm_config: Any, kv_cache_config: Any) -> dict[str, str]:
+    """The part of it that only a worker knows, once its model is loaded."""
+    layers = kv_cache_config.kv_cache_groups[0].layer_names
+    # The inside of a block is the backend's own business, and whole blocks travel.
+    return {"attention backend": compat.attention_backends(vllm_config, layers)}
 
 
 def engine_info(vllm_config: Any, kv_cache_config: Any, incarnation: str) -> EngineInfo:
@@ -97,7 +106,7 @@ def identity_of(request: Any) -> PromptIdentity:
     """
     return prompt_identity(
         request.prompt_token_ids,
-        lora=compat.lora_name(request),
+        lora=compat.lora_identity(request),
         multimodal=compat.multimodal_hashes(request),
         cache_salt=getattr(request, "cache_salt", None),
     )

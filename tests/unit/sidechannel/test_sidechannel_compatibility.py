@@ -1,7 +1,7 @@
 """Which engines may exchange KV, and what is said if they may not."""
 
 import pytest
-from sidechannel_cases import engine
+from sidechannel_cases import engine, rank
 
 from kvpush.transfer.sidechannel import check_compatible
 
@@ -47,6 +47,21 @@ def test_engines_that_differ_in_nothing_that_matters_are_compatible() -> None:
 def test_every_difference_is_named_from_both_sides(theirs, texts) -> None:
     assert check_compatible(MINE, theirs) == texts
     assert len(check_compatible(theirs, MINE)) == len(texts)
+
+
+@pytest.mark.parametrize("value", ["flash", "unknown"])
+def test_what_one_side_cannot_know_fits_everything(value) -> None:
+    mine, theirs = ({**FINGERPRINT, "weights": known} for known in ("unknown", value))
+    assert check_compatible(engine(fingerprint=mine), other(fingerprint=theirs)) == []
+    assert check_compatible(engine(fingerprint=theirs), other(fingerprint=mine)) == []
+
+
+def test_what_a_rank_knows_counts_like_what_its_engine_knows() -> None:
+    flash, triton = (rank(fingerprint={"attention backend": name}) for name in ("FLASH_ATTN", "TRITON_ATTN"))
+    assert check_compatible(MINE.of(flash), other().of(flash)) == []
+    assert check_compatible(MINE.of(flash), other().of(triton)) == [
+        "attention backend: 'FLASH_ATTN' here, 'TRITON_ATTN' there"
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])

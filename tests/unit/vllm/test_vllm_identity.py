@@ -140,7 +140,7 @@ def test_windows_are_refused(field: str) -> None:
 def test_prompts_are_the_same_if_their_kv_is() -> None:
     one = identity_of(request("a"))
     assert identity_of(request("b")) == one
-    lora = SimpleNamespace(lora_name="adapter")
+    lora = SimpleNamespace(lora_name="adapter", lora_int_id=1, lora_path="hub/adapter")
     picture = SimpleNamespace(identifier="hash")
     for changed in (
         request("a", 11),

@@ -4,7 +4,7 @@ The scheduler process of each engine runs one `SideChannelServer`; workers of th
 """
 
 from kvpush.transfer.sidechannel.client import query_peer, query_writer
-from kvpush.transfer.sidechannel.compatibility import check_compatible
+from kvpush.transfer.sidechannel.compatibility import UNKNOWN, check_compatible
 from kvpush.transfer.sidechannel.counters import SideChannelCounters
 from kvpush.transfer.sidechannel.envelope import SECRET_VARIABLE, secret_from_environment
 from kvpush.transfer.sidechannel.errors import HandshakeCode, HandshakeError, SideChannelError
@@ -26,6 +26,7 @@ __all__ = [
     "PORT_OPTION",
     "PORT_VARIABLE",
     "SECRET_VARIABLE",
+    "UNKNOWN",
     "EngineInfo",
     "HandshakeCode",
     "HandshakeError",

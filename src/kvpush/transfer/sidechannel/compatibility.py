@@ -5,11 +5,15 @@ from __future__ import annotations
 from kvpush.transfer.sidechannel.errors import printable
 from kvpush.transfer.sidechannel.messages import EngineInfo
 
+UNKNOWN = "unknown"
+"""The value of an entry that an engine cannot find out; it fits every other."""
+
 
 def check_compatible(mine: EngineInfo, theirs: EngineInfo) -> list[str]:
     """The differences that forbid a transfer, each as a phrase for a log line; empty if there are none.
 
-    The mode, the protocol version and every entry of the fingerprint must be equal. TP and PP sizes may differ if one
+    The mode, the protocol version and every entry of the fingerprint must be equal, but for entries of which one side
+    says that it does not know. TP and PP sizes may differ if one
     is a multiple of the other, so that each rank of one side meets whole ranks of the other. The engine ids must
     differ: an engine cannot hand over to itself, and two engines under one id cannot be told apart.
     """
@@ -32,7 +36,8 @@ def check_compatible(mine: EngineInfo, theirs: EngineInfo) -> list[str]:
         if max(ours, other) % min(ours, other):
             found.append(f"{name}: {ours} here, {other} there (one must be a multiple of the other)")
     for key in sorted(mine.fingerprint.keys() | theirs.fingerprint.keys()):
-        if mine.fingerprint.get(key) != theirs.fingerprint.get(key):
+        values = {mine.fingerprint.get(key), theirs.fingerprint.get(key)}
+        if len(values) > 1 and UNKNOWN not in values:
             found.append(f"{printable(key)}: {_shown(mine, key)} here, {_shown(theirs, key)} there")
     return found
 

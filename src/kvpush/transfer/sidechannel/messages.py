@@ -43,6 +43,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: Annotated[dict[Text, Text], msgspec.Meta(max_length=64)]
     trouble: Text = ""
 
+    def of(self, rank: RankInfo) -> EngineInfo:
+        """The same with what this rank alone knows in the fingerprint."""
+        return msgspec.structs.replace(self, fingerprint={**self.fingerprint, **rank.fingerprint})
+
 
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One worker process of an engine.
@@ -50,7 +54,7 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     agent: its name in the transport, unique per incarnation. metadata: what the transport needs to reach its memory.
     geometry: its paged KV cache; staging: its staging slots, empty if it has none; both opaque here. host_id, pid,
     pid_start: its process. The host is the rank's own and not the engine's, because an engine's ranks may run on
-    several machines.
+    several machines. fingerprint: as the engine's, of what is known only where the model runs.
     """
 
     pp_rank: RankNumber
@@ -62,6 +66,7 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     pid_start: Ticks
     host_id: Text
     staging: Annotated[bytes, msgspec.Meta(max_length=256)] = b""
+    fingerprint: Annotated[dict[Text, Text], msgspec.Meta(max_length=64)] = {}
 
     @property
     def process(self) -> ProcessIdentity:
