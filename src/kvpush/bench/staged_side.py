@@ -13,7 +13,8 @@ from kvpush.plan.paths import CPU_COSTS, GPU_COSTS
 from kvpush.plan.runs import Runs
 from kvpush.protocol.actions import WritePiece
 from kvpush.protocol.ids import AgentName, PeerAddress, RequestId, SendKey, TransferId
-from kvpush.protocol.messages import Credit, PieceDigest, Staged, decode, encode
+from kvpush.protocol.messages import Credit, Staged, decode, encode
+from kvpush.transfer.integrity import PieceHashing
 from kvpush.transfer.packing.buffer import StagingBuffer
 from kvpush.transfer.packing.factory import make_packer
 from kvpush.transfer.staging import Stager, StagingArea, Unstager
@@ -118,6 +119,6 @@ def _never(request_id: RequestId) -> bool:
     return False
 
 
-def _no_digest(first_token: int, end_token: int) -> PieceDigest | None:
+def _no_digest(first_token: int, end_token: int) -> PieceHashing | None:
     del first_token, end_token
     return None

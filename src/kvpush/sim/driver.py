@@ -180,8 +180,7 @@ class Driver:
         p_at, d_at = (at_s, at_s + lag_s) if random.random() < 0.5 else (at_s + lag_s, at_s)
         self.moments += [p_at, d_at]
         if sure or random.random() < 0.9:
-            # Digests are of whole blocks: who decodes on at P writes into the last one while it is pushed.
-            outputs = 1 if self.specs[p].integrity else random.choice([1, 1, 1, 3])
+            outputs = random.choice([1, 1, 1, 3])
             leg = self._request(name + "p", prompt, produce, outputs, salt)
             self._send(p_at, p, leg, leaves=not sure)
         if random.random() < 0.03:

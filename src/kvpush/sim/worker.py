@@ -15,6 +15,7 @@ import numpy as np
 from kvpush.plan.geometry import CacheGeometry
 from kvpush.protocol.ids import AgentName, PeerAddress, RequestId
 from kvpush.sim.content import LAYERS
+from kvpush.sim.hashing import LateHasher
 from kvpush.sim.network import SimDialer, SimProver
 from kvpush.sim.request import BLOCK
 from kvpush.sim.staging import COSTS, make_staging
@@ -88,7 +89,7 @@ class Worker:
         self.answer = Answer(engine.engine_id, agent, self.transport.metadata(), geometry, process, area)
         config = CoreConfig(
             PeerAddress(engine.host, PORT, 0, tp_rank), geometry, TIMING,
-            reader=self if self.spec.integrity else None, stream=self.spec.stream,
+            hasher=LateHasher(self.memory) if self.spec.integrity else None, stream=self.spec.stream,
             paths=PathConfig(self.spec.path, COSTS, self.staging),
             quarantine_max_blocks=self.spec.quarantine_max_blocks,
         )  # fmt: skip
@@ -130,10 +131,6 @@ class Worker:
     def kv_of(self, entry_kv: Words) -> Words:
         """This rank's share of some KV: other heads than the others have."""
         return entry_kv + np.uint64(self.tp_rank)
-
-    def read(self, blocks: Sequence[int], first_token: int, end_token: int) -> list[bytes]:
-        used = list(blocks[first_token // BLOCK : -(-end_token // BLOCK)])
-        return [self.memory[layer, used].tobytes() for layer in range(LAYERS)]
 
     # The main thread
 

@@ -16,12 +16,16 @@ SideChannel = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """P: this request's KV is to be handed over to `consumers` D requests."""
+    """P: this request's KV is to be handed over to `consumers` D requests.
+
+    decodes: P makes more than one token of it, and so goes on writing into the prompt's last block.
+    """
 
     request_id: RequestId
     transfer_id: TransferId
     prompt: PromptIdentity
     consumers: int
+    decodes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

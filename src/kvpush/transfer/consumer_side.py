@@ -24,7 +24,7 @@ from kvpush.transfer.commands import Announce, BlockTable, Cancel, Fetch, Refuse
 from kvpush.transfer.connections import Connections, Delivered, Disconnected, Undelivered
 from kvpush.transfer.connections import Event as ConnectionEvent
 from kvpush.transfer.counters import Counters
-from kvpush.transfer.integrity import Digester
+from kvpush.transfer.integrity import Check, Digester
 from kvpush.transfer.quarantine import Quarantine
 from kvpush.transfer.records import Records
 from kvpush.transfer.results import LoadFailed, Received, Released, Result
@@ -75,6 +75,7 @@ class ConsumerSide:
         self.quarantine = Quarantine()
         self._fetches: dict[RequestId, Fetch] = {}
         self._engine_ids: dict[SendKey, str] = {}  # who alone may get a registration, where the client says so
+        self._checks: dict[RequestId, Check] = {}  # digests that are being compared
         self._broken: set[AgentName] = set()  # incarnations whose connection has broken while they might write
         self._addresses: dict[AgentName, PeerAddress] = {}  # of the holders of staging slots
         self._unpacking: list[RequestId] = []  # released as soon as nothing is unpacked into them any more
@@ -116,8 +117,12 @@ class ConsumerSide:
             message = self._checked(agent, message)
         self._run(self._consumer.on_message(agent, message, now_s), now_s)
 
-    def poll(self) -> None:
-        """Gives back the slots whose parts have been unpacked."""
+    def poll(self, now_s: float) -> None:
+        """Ends what has been checked, and gives back the slots whose parts have been unpacked."""
+        for request_id, check in list(self._checks.items()):
+            if check.done():
+                del self._checks[request_id]
+                self._run(self._verified(request_id, check, now_s), now_s)
         if self._unstager is None:
             return
         self._give(self._unstager.poll())
@@ -255,15 +260,20 @@ class ConsumerSide:
 
     def _verify(self, action: Verify, now_s: float) -> list[Action]:
         fetch = self._fetches[action.request_id]
-        good = True
-        if self._digester is not None:
-            digests = [digest for _, digest in action.digests]
-            good = self._digester.matches(fetch.blocks[0], fetch.first_token, fetch.prompt.num_tokens, digests)
-            self._counters.add("integrity", "ok" if good else "mismatch")
-            if good:
-                record = self._records.open(fetch.request_id, fetch.key.transfer_id)
-                record.mark("verified", now_s)
-        return self._consumer.on_verified(action.request_id, good, now_s)
+        if self._digester is None:
+            return self._consumer.on_verified(action.request_id, True, now_s)
+        digests = [digest for _, digest in action.digests]
+        check = self._digester.check(fetch.blocks[0], fetch.first_token, fetch.prompt.num_tokens, digests)
+        if not check.done():
+            self._checks[action.request_id] = check
+            return []
+        return self._verified(action.request_id, check, now_s)
+
+    def _verified(self, request_id: RequestId, check: Check, now_s: float) -> list[Action]:
+        fetch, verdict = self._fetches[request_id], check.verdict()
+        self._counters.add("integrity", verdict)
+        self._records.open(request_id, fetch.key.transfer_id).mark(f"integrity {verdict}", now_s)
+        return self._consumer.on_verified(request_id, verdict != "mismatch", now_s)
 
     def _on_received(self, action: ReportReceived, now_s: float) -> None:
         fetch = self._forget(action.request_id)
@@ -275,9 +285,10 @@ class ConsumerSide:
             record.mark("received", now_s)
             record.num_tokens, record.num_bytes = action.num_tokens, action.num_bytes
             note = record.timing(("registered to received", "registered", "received"))
-            if "verified" in record.times_s:
-                note += ", integrity ok"
-            elif self._digester is not None:
+            verdict = next((moment for moment in record.times_s if moment.startswith("integrity ")), "")
+            if verdict:
+                note += f", {verdict}"
+            elif self._digester is not None and self._digester.chooses(fetch.key.transfer_id):
                 self._counters.add("integrity", "not_sent")
                 note += ", integrity not checked (P sent no digests)"
         _log.info("kvpush: transfer %s received: %d tokens%s", fetch.key.transfer_id, action.num_tokens, note)
@@ -340,6 +351,9 @@ class ConsumerSide:
             self._unstager.forget(request_id)
         fetch = self._fetches.pop(request_id)
         self._engine_ids.pop(fetch.key.at(self._sender), None)
+        check = self._checks.pop(request_id, None)
+        if check is not None:
+            check.cancel()  # its blocks may be somebody else's from now on
         return fetch
 
 

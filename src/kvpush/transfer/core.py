@@ -25,7 +25,8 @@ from kvpush.transfer.counters import Counters
 from kvpush.transfer.dialer import Dialer
 from kvpush.transfer.endings import Endings
 from kvpush.transfer.fence import Fence
-from kvpush.transfer.integrity import CacheReader, Digester
+from kvpush.transfer.hashing import BlockHasher
+from kvpush.transfer.integrity import DIGEST_WAIT_S, Digester
 from kvpush.transfer.pieces import DIRECT, PathConfig
 from kvpush.transfer.producer_side import ProducerSide
 from kvpush.transfer.prover import Prover
@@ -49,15 +50,17 @@ PROOF_INTERVAL_S = 1.0
 class CoreConfig:
     """What a core needs to know of its rank.
 
-    sender: where peers reach this rank's side channel. cache: its KV cache. reader: reads KV for digests; None switches
-    integrity off. stream: push whole blocks after every chunk. paths: how pieces travel. quarantine_max_blocks: with
-    more of them in quarantine nobody is asked to write; 0 sets no limit.
+    sender: where peers reach this rank's side channel. cache: its KV cache. hasher: hashes KV for digests; None
+    switches integrity off. integrity_share: of its transfers, those that it sends digests of as P. stream: push whole
+    blocks after every chunk. paths: how pieces travel. quarantine_max_blocks: with more of them in quarantine nobody is
+    asked to write; 0 sets no limit.
     """
 
     sender: PeerAddress
     cache: CacheGeometry
     timing: Timing
-    reader: CacheReader | None = None
+    hasher: BlockHasher | None = None
+    integrity_share: float = 1.0
     stream: bool = True
     paths: PathConfig = DIRECT
     quarantine_max_blocks: int = 0
@@ -76,7 +79,12 @@ class TransferCore:
         self._next_tick_s = self._now_s = 0.0
         self._deaf = False
         self._asked_s: dict[AgentName, float] = {}
-        digester = Digester(config.reader) if config.reader is not None else None
+        self._hasher = hasher = config.hasher
+        digester = None
+        if hasher is not None:
+            # For the protocol a piece that waits for its digest is in flight.
+            wait_s = min(DIGEST_WAIT_S, config.timing.write_timeout_s / 2)
+            digester = Digester(hasher, config.cache.block_size, config.integrity_share, wait_s)
         producer = Producer(config.timing, block_size=config.cache.block_size, stream=config.stream)
         consumer = Consumer(config.timing, config.sender)
         hello = Ping(0, config.sender)  # the protocol's own pings count from 1
@@ -165,7 +173,7 @@ class TransferCore:
         # A registration that has just left must be known before any bound gives its memory up.
         self._settle(now_s)
         self._producer_side.poll(now_s)
-        self._consumer_side.poll()
+        self._consumer_side.poll(now_s)
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + TICK_S
             self._producer_side.tick(now_s)
@@ -179,6 +187,8 @@ class TransferCore:
         with ExitStack() as stack:
             for part in (self._transport, self._prover, self._dialer):
                 stack.callback(part.close)
+            if self._hasher is not None:
+                stack.callback(self._hasher.close)
 
     def _notifications(self) -> list[tuple[str, bytes]]:
         """What has arrived. A transport that cannot tell is asked again: every transfer has its own bound."""

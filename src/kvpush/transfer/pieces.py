@@ -13,15 +13,15 @@ from kvpush.plan.paths import GPU_COSTS, Path, PathCosts
 from kvpush.plan.runs import Ints
 from kvpush.protocol.actions import WritePiece
 from kvpush.protocol.ids import AgentName, PeerAddress, SendKey
-from kvpush.protocol.messages import Credit, Grant, PieceDigest, Staged
+from kvpush.protocol.messages import Credit, Grant, Staged
 from kvpush.protocol.send import Send
 from kvpush.transfer.counters import Counters
 from kvpush.transfer.dialer import Answer
 from kvpush.transfer.fence import Fence
-from kvpush.transfer.integrity import Digester
+from kvpush.transfer.integrity import Digester, PieceHashing
 from kvpush.transfer.staging.memory import Staging
 from kvpush.transfer.staging.outcomes import Outcome
-from kvpush.transfer.staging.stager import Stager
+from kvpush.transfer.staging.stager import Digest, Stager
 from kvpush.transfer.writer import Landed, PieceRefused, PieceWriter, Plan, whole_blocks
 from kvpush.transport.base import Transport
 
@@ -55,12 +55,16 @@ class Pieces:
         self._path, self._costs = config.path, config.costs
         self._cache = cache
         self._digester = digester
+        self._fence = fence
+        self._wanted = wanted
         self._counters = counters
         self._writer = PieceWriter(transport, cache)
         self._tables: dict[SendKey, tuple[int, Ints]] = {}  # of live sends: (attempt, the consumer's block table)
         self._stager: Stager | None = None
         if config.staging is not None and config.staging.send is not None:
-            self._stager = Stager(transport, config.staging.packer, config.staging.send, wanted, fence.closed)
+            self._stager = Stager(
+                transport, config.staging.packer, config.staging.send, wanted, fence.closed, self._awaits_digest
+            )
             self._block_bytes, self._slot_bytes = config.staging.packer.block_bytes, config.staging.send.slot_bytes
 
     def __len__(self) -> int:
@@ -71,8 +75,14 @@ class Pieces:
     def idle(self) -> bool:
         return not len(self._writer) and (self._stager is None or not self._stager.busy)
 
-    def post(self, piece: WritePiece, send: Send, answer: Answer, source: list[int], now_s: float) -> None:
-        """Sends a piece on its way. source: block ids of the request at P. Raises PieceRefused or PieceLost."""
+    def post(
+        self, piece: WritePiece, send: Send, answer: Answer, source: list[int], now_s: float, *, stable_tail: bool
+    ) -> None:
+        """Sends a piece on its way. source: block ids of the request at P. Raises PieceRefused or PieceLost.
+
+        stable_tail: nobody goes on writing behind the prompt into its last block.
+        """
+        digest = partial(self._digest, piece, source, stable_tail)
         direct, target = send.registration.direct, answer.geometry
         stager = self._stager if answer.staging is not None and self._path != "direct" else None
         if stager is not None and direct and not stager.granted(piece.agent):
@@ -80,19 +90,18 @@ class Pieces:
         if not direct and stager is None:
             raise PieceRefused("D takes only staged transfers, and this side has no staging memory")
         if stager is not None and (self._path == "staged" or not direct):
-            self._stage(stager, piece, send, answer, source, now_s)
+            self._stage(stager, piece, send, answer, source, digest, now_s)
             return
         plan = self._writer.plan(piece, source, target, self._table(piece, send, target))
         if stager is not None and self._staging_pays(stager, plan):
-            self._stage(stager, piece, send, answer, source, now_s)
+            self._stage(stager, piece, send, answer, source, digest, now_s)
             return
-        digest = self._digest(source, piece.first_token, piece.end_token)
-        self._writer.post(piece, plan, target, digest, now_s)
+        self._writer.post(piece, plan, target, now_s, partial(digest, piece.first_token, piece.end_token))
         self._counters.add("pieces", "direct")
 
     def poll(self, now_s: float) -> list[Landed | Outcome]:
         """What has become of pieces since the last call, in order."""
-        ended: list[Landed | Outcome] = [*self._writer.poll(now_s)]
+        ended: list[Landed | Outcome] = [*self._writer.poll(now_s, self._awaits_digest)]
         if self._stager is not None:
             ended += self._stager.poll(now_s)
         return ended
@@ -127,7 +136,14 @@ class Pieces:
         return staged_s < self._costs.direct(len(plan.runs), num_bytes)
 
     def _stage(
-        self, stager: Stager, piece: WritePiece, send: Send, answer: Answer, source: list[int], now_s: float
+        self,
+        stager: Stager,
+        piece: WritePiece,
+        send: Send,
+        answer: Answer,
+        source: list[int],
+        digest: Digest,
+        now_s: float,
     ) -> None:
         assert answer.staging is not None
         size = self._cache.block_size
@@ -138,7 +154,6 @@ class Pieces:
             blocks = np.array(source[first // size : end // size], dtype=np.int64)
             if len(blocks) < (end - first) // size:
                 raise ValueError(f"{len(blocks)} blocks for tokens {first} to {end}")
-            digest = partial(self._digest, source)
             address = send.registration.address
             stager.start(piece, blocks, answer.staging, address, size, digest, now_s)
         except ValueError as error:
@@ -152,8 +167,20 @@ class Pieces:
             self._tables[piece.key] = (piece.attempt, table)
         return table
 
-    def _digest(self, source: list[int], first_token: int, end_token: int) -> PieceDigest | None:
-        return None if self._digester is None else self._digester.piece(source, first_token, end_token)
+    def _digest(
+        self, piece: WritePiece, source: list[int], stable_tail: bool, first_token: int, end_token: int
+    ) -> PieceHashing | None:
+        if self._digester is None or not self._digester.chooses(piece.key.transfer_id):
+            return None
+        return self._digester.start(source, first_token, end_token, stable_tail=stable_tail)
+
+    def _awaits_digest(self, piece: WritePiece, waited_s: float) -> bool:
+        """Whether a piece should wait for its digest: not if the engine needs the blocks, nor if it has failed."""
+        assert self._digester is not None
+        if self._wanted(piece) and waited_s < self._digester.wait_s and not self._fence.closed(piece.request_id):
+            return True
+        self._counters.add("integrity", "given_up")
+        return False
 
 
 def alike(mine: CacheGeometry, theirs: CacheGeometry) -> bool:

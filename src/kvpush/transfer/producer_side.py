@@ -60,6 +60,7 @@ class ProducerSide:
         self._results = results
         self._stalled_s: tuple[float, float] | None = None  # since when the engine has stood still, and the last word
         self._offered: set[RequestId] = set()
+        self._decoding: set[RequestId] = set()  # those of them that P goes on writing to
         self._lost: list[WritePiece] = []  # they have failed, but bytes of them may still land
 
     @property
@@ -108,6 +109,8 @@ class ProducerSide:
             _log.warning("kvpush: request %s is served without hand-over: %s", offer.request_id, error)
             return []
         self._offered.add(offer.request_id)
+        if offer.decodes:
+            self._decoding.add(offer.request_id)
         self._records.open(offer.request_id, offer.transfer_id).mark("known", now_s)
         return actions
 
@@ -235,12 +238,12 @@ class ProducerSide:
         self._counters.add("writes_failed")
         _log.warning("kvpush: a write of transfer %s failed: %s", piece.key.transfer_id, error)
 
-    def _count_landed(self, piece: WritePiece, num_bytes: int, num_writes: int, now_s: float) -> Record | None:
+    def _count_landed(self, piece: WritePiece, num_bytes: int, num_writes: int, landed_s: float) -> Record | None:
         self._counters.add("writes", amount=num_writes)
         self._counters.add("bytes_written", amount=num_bytes)
         record = self._records.get(piece.request_id)
         if record is not None:
-            record.mark_last("landed", now_s)
+            record.mark_last("landed", landed_s)
         return record
 
     def _on_landed(self, landed: Landed, now_s: float) -> None:
@@ -252,7 +255,7 @@ class ProducerSide:
             self._count_failure(piece, landed.error)
             self._run(self._producer.on_write_failed(piece.key, piece.piece, "write_failed", now_s), now_s)
             return
-        record = self._count_landed(piece, landed.num_bytes, 1, now_s)
+        record = self._count_landed(piece, landed.num_bytes, 1, landed.landed_s)
         if record is not None:
             record.num_runs += landed.cost.num_runs
             record.plan_s += landed.cost.plan_s
@@ -296,6 +299,7 @@ class ProducerSide:
                     queue.extendleft(reversed(self._write(action, now_s)))
                 case ReportSent():
                     self._offered.discard(action.request_id)
+                    self._decoding.discard(action.request_id)
                     self._sources.forget(action.request_id)
                     self._records.end(action.request_id, "sent")
                     self._results.append(Sent(action.request_id))
@@ -330,7 +334,8 @@ class ProducerSide:
         groups = self._sources.table(piece.request_id)
         if send is None or answer is None or not groups:
             raise PieceRefused("the peer, the registration or the blocks are gone")
-        self._pieces.post(piece, send, answer, groups[0], now_s)
+        stable = piece.request_id not in self._decoding
+        self._pieces.post(piece, send, answer, groups[0], now_s, stable_tail=stable)
 
     def _on_ended(self, ended: SendEnded, now_s: float) -> None:
         self._counters.add("sends", ended.reason or ended.state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ from kvpush.plan.runs import Ints, Runs, plan_runs
 from kvpush.protocol.actions import WritePiece
 from kvpush.protocol.messages import PieceDigest
 from kvpush.protocol.rendezvous import Registration
+from kvpush.transfer.integrity import PieceHashing
 from kvpush.transport.base import Transport, TransportError, WriteHandle
 
 
@@ -51,7 +52,8 @@ class PieceCost:
 class Landed:
     """A piece that has ended. error: why it failed, or "" if every byte has landed.
 
-    may_land: it has failed, but bytes of it may still land: nobody may be told that all is quiet.
+    may_land: it has failed, but bytes of it may still land: nobody may be told that all is quiet. landed_s: when the
+    write had ended; its digest may have taken longer.
     """
 
     piece: WritePiece
@@ -61,6 +63,7 @@ class Landed:
     may_land: bool
     cost: PieceCost
     took_s: float
+    landed_s: float
 
 
 @dataclass(slots=True)
@@ -68,9 +71,10 @@ class _InFlight:
     piece: WritePiece
     handle: WriteHandle
     num_bytes: int
-    digest: PieceDigest | None
     cost: PieceCost
     posted_s: float
+    hashing: PieceHashing | None = None
+    landed_s: float | None = None
 
 
 def whole_blocks(first_token: int, end_token: int, block_size: int) -> tuple[int, int]:
@@ -122,9 +126,14 @@ class PieceWriter:
         return Plan(runs, time.perf_counter() - start_s, time.thread_time() - start_cpu_s)
 
     def post(
-        self, piece: WritePiece, plan: Plan, target: CacheGeometry, digest: PieceDigest | None, now_s: float
+        self,
+        piece: WritePiece,
+        plan: Plan,
+        target: CacheGeometry,
+        now_s: float,
+        digest: Callable[[], PieceHashing | None] = lambda: None,
     ) -> None:
-        """Posts one piece. Raises PieceRefused or PieceLost."""
+        """Posts one piece. digest: begins to digest what was posted. Raises PieceRefused or PieceLost."""
         start_s, start_cpu_s = time.perf_counter(), time.thread_time()
         try:
             handle = self._transport.write(piece.agent, plan.runs, self._cache.device, target.device, b"")
@@ -134,23 +143,41 @@ class PieceWriter:
             raise PieceRefused(str(error)) from None
         cpu_s = plan.cpu_s + time.thread_time() - start_cpu_s
         cost = PieceCost(len(plan.runs), plan.took_s, time.perf_counter() - start_s, cpu_s)
-        self._in_flight.append(_InFlight(piece, handle, plan.runs.num_bytes, digest, cost, now_s))
+        write = _InFlight(piece, handle, plan.runs.num_bytes, cost, now_s)
+        self._in_flight.append(write)
+        # Behind the post: the bytes are the same, and they leave first.
+        write.hashing = digest()
 
-    def poll(self, now_s: float) -> list[Landed]:
-        """The pieces that have ended since the last call; their handles are released."""
+    def poll(self, now_s: float, awaited: Callable[[WritePiece, float], bool] = lambda _, __: True) -> list[Landed]:
+        """The pieces that have ended since the last call; their handles are released.
+
+        A piece ends with its digest, if it has one: until then its blocks are read. awaited: whether a piece that was
+        posted so many seconds ago should wait for its digest still; otherwise the digest is given up.
+        """
         if not self._in_flight:
             return []
         ended, open_writes = [], []
         for write in self._in_flight:
             error, may_land = "", False
-            try:
-                if not self._transport.done(write.handle):
+            if write.landed_s is None:
+                try:
+                    if not self._transport.done(write.handle):
+                        open_writes.append(write)
+                        continue
+                except TransportError as failure:
+                    error, may_land = str(failure) or "write failed", failure.may_land
+                self._transport.release(write.handle)
+                write.landed_s = now_s
+            digest, hashing = None, write.hashing
+            if hashing is not None and hashing.done() and not error:
+                digest = hashing.take()
+            elif hashing is not None:
+                if not error and awaited(write.piece, now_s - write.posted_s):
                     open_writes.append(write)
                     continue
-            except TransportError as failure:
-                error, may_land = str(failure) or "write failed", failure.may_land
-            self._transport.release(write.handle)
-            took_s = now_s - write.posted_s
-            ended.append(Landed(write.piece, write.num_bytes, write.digest, error, may_land, write.cost, took_s))
+                hashing.cancel()
+            landed_s = write.landed_s
+            took_s = landed_s - write.posted_s
+            ended.append(Landed(write.piece, write.num_bytes, digest, error, may_land, write.cost, took_s, landed_s))
         self._in_flight = open_writes
         return ended

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from kvpush.plan.geometry import CacheGeometry
+from kvpush.transfer.hashing import Cancelled, Words, hash_memory
+from kvpush.vllm.hashing import TensorHasher
 from kvpush.vllm.identity import UnsupportedModel
 
 
@@ -27,6 +29,7 @@ class PagedCache:
         layers = self._checked({name: kv_caches[name] for name in names})
         self._layers = list({layer.data_ptr(): layer for layer in layers}.values())
         first = self._layers[0]
+        self._hasher: TensorHasher | None = None  # made by the thread that uses it
         self.device: int | None = first.device.index if first.is_cuda else None
         block_size = group.kv_cache_spec.block_size
         if first.dim() not in (3, 4) or first.shape[-2] != block_size:
@@ -65,17 +68,10 @@ class PagedCache:
         if self.device is not None:
             torch.cuda.set_device(self.device)
 
-    def read(self, blocks: Sequence[int], first_token: int, end_token: int) -> list[bytes]:
-        """The bytes of the blocks that hold tokens [first_token, end_token), one entry per layer (see CacheReader).
-
-        Waits for the device; for integrity checks only.
-        """
-        size = self.geometry.block_size
-        used = torch.tensor(blocks[first_token // size : -(-end_token // size)], device=self._layers[0].device)
-        return [self._read_layer(layer, used) for layer in self._layers]
-
-    @staticmethod
-    def _read_layer(layer: torch.Tensor, blocks: torch.Tensor) -> bytes:
-        # As bytes first: not every dtype of a KV cache can be indexed.
-        pages = layer.view(torch.uint8).index_select(0, blocks)
-        return pages.contiguous().cpu().numpy().tobytes()
+    def hash_blocks(self, blocks: Sequence[int], cancelled: Cancelled) -> Words:
+        """Hashes whole blocks, shape [layers, blocks]; for a thread of its own, which waits for the device."""
+        if self.device is None:
+            return hash_memory([layer.view(torch.uint8).numpy() for layer in self._layers], blocks, cancelled)
+        if self._hasher is None:
+            self._hasher = TensorHasher(self._layers)
+        return self._hasher.hash_blocks(blocks, cancelled)

@@ -36,9 +36,10 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parallelism each rank takes the next port. allowed_hosts: names, addresses or networks that may be connected to.
     backends, num_threads: of NIXL; by default 4 threads on GPUs, none on the CPU. switch_interval_s: how long the
     engine's main thread may keep the interpreter while the transfer thread wants it (Python's default is 5 ms; 0 leaves
-    it). stream: push whole blocks after every chunk of the prompt. integrity: compare digests of the KV at both sides
-    (slow; for tests). recompute_below_tokens: what D's own cache lacks and D computes itself rather than ask for it;
-    default one block. preempt_wait_s: how long P may wait for writes before it takes blocks back.
+    it). stream: push whole blocks after every chunk of the prompt. integrity: compare digests of the KV at both sides,
+    `off`, `sample` (of the share `integrity_sample` of transfers, 0 to 1) or `always`; P decides, D checks whatever
+    comes unless it says `off`. recompute_below_tokens: what D's own cache lacks and D computes itself rather than ask
+    for it; default one block. preempt_wait_s: how long P may wait for writes before it takes blocks back.
     quarantine_max_blocks: with more blocks in quarantine D is unhealthy and loads nothing; by default a quarter of the
     pool, 0 sets no limit. path: how KV travels: `direct` (P writes into D's blocks), `staged` (packed, by way of slots
     of D's; what fails then leaves nothing in quarantine) or `auto`, whichever is faster. staging_bytes: memory for that
@@ -55,7 +56,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_threads: int | None = None
     switch_interval_s: float = 0.0005
     stream: bool = True
-    integrity: IntegrityMode = "off"
+    integrity: IntegrityMode = "sample"
+    integrity_sample: float = 0.01
     recompute_below_tokens: int | None = None
     preempt_wait_s: float = 0.05
     quarantine_max_blocks: int | None = None
@@ -78,6 +80,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"num_threads must be 0 to 64, got {self.num_threads}")
         if not 0 <= self.switch_interval_s <= 1:
             raise ValueError(f"switch_interval_s must be 0 (leave it) to 1, got {self.switch_interval_s}")
+        if not 0 <= self.integrity_sample <= 1:
+            raise ValueError(f"integrity_sample must be 0 to 1 (a share of transfers), got {self.integrity_sample}")
         if self.recompute_below_tokens is not None and self.recompute_below_tokens < 1:
             raise ValueError(f"recompute_below_tokens must be at least 1, got {self.recompute_below_tokens}")
         if not 0 <= self.preempt_wait_s <= 1:
@@ -99,6 +103,11 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.quarantine_max_blocks is None:
             return default_max_blocks(num_blocks)
         return self.quarantine_max_blocks
+
+    @property
+    def integrity_share(self) -> float:
+        """Of its transfers, those that this engine sends digests of as P."""
+        return {"off": 0.0, "sample": self.integrity_sample, "always": 1.0}[self.integrity]
 
 
 def parse_options(extra: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Options:

@@ -50,7 +50,9 @@ class ProducerScheduler:
         request_id = RequestId(request.request_id)
         self._live[params.transfer_id] = request_id
         self._offered[request_id] = _Offered(params.transfer_id, request.num_prompt_tokens)
-        self._commands.append(Offer(request_id, params.transfer_id, prompt, params.consumers))
+        # What is not known to make one token may make more.
+        decodes = getattr(request, "max_tokens", None) != 1
+        self._commands.append(Offer(request_id, params.transfer_id, prompt, params.consumers, decodes))
 
     def owns(self, request_id: str) -> bool:
         return request_id in self._offered

@@ -31,7 +31,7 @@ COUNTERS = {
     "loads_refused": "Prompts that this engine computed itself because nothing may be loaded, by reason",
     "quarantines": "Requests whose blocks went into quarantine",
     "quarantines_expired": "Requests whose blocks left quarantine by time, without proof that nobody writes to them",
-    "integrity": "Digest comparisons, by result",
+    "integrity": "Digests of KV: compared, by result; not sent although expected; or given up by P",
     "bad_params": "Requests whose kv_transfer_params were refused",
     "transfer_id_fallbacks": "Requests without transfer_id, matched by request id",
 }

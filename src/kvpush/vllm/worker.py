@@ -19,6 +19,7 @@ from kvpush.transfer.commands import Preempt, Progress
 from kvpush.transfer.core import CoreConfig, TransferCore
 from kvpush.transfer.dialer import SideChannelDialer
 from kvpush.transfer.fence import Fence
+from kvpush.transfer.hashing import BackgroundHasher
 from kvpush.transfer.pieces import PathConfig
 from kvpush.transfer.proof import WriterProof
 from kvpush.transfer.prover import ProcessProver
@@ -33,7 +34,7 @@ from kvpush.transport.nixl import NixlTransport
 from kvpush.vllm import compat
 from kvpush.vllm.cache import PagedCache
 from kvpush.vllm.config import Options
-from kvpush.vllm.identity import check_cache, check_engine, engine_info
+from kvpush.vllm.identity import check_cache, check_engine, engine_info, rank_fingerprint
 from kvpush.vllm.metadata import RankMetadata, RankNews, StepMetadata
 from kvpush.vllm.staging import build_staging, regions_of
 
@@ -89,20 +90,22 @@ class PushWorker:
             pid_start=process.pid_start,
             host_id=process.host_id,
             staging=b"" if area is None else msgspec.msgpack.encode(area),
+            fingerprint=rank_fingerprint(self._vllm_config, self._kv_cache_config),
         )
         allowed = AllowList([*options.allowed_hosts, options.side_channel_host])
         config = CoreConfig(
             sender=PeerAddress(options.side_channel_host, options.side_channel_port, pp_rank, tp_rank),
             cache=cache.geometry,
             timing=options.timing,
-            reader=cache if options.integrity != "off" else None,
+            hasher=BackgroundHasher(cache.hash_blocks, cache.select_device) if options.integrity != "off" else None,
+            integrity_share=self._integrity_share(),
             stream=options.stream,
             paths=PathConfig(options.path, CPU_COSTS if cache.device is None else GPU_COSTS, staging),
             quarantine_max_blocks=options.max_quarantined(self._kv_cache_config.num_blocks),
         )
         mine = engine_info(self._vllm_config, self._kv_cache_config, incarnation=f"worker-{os.getpid()}")
         sight = Sight()
-        dialer = SideChannelDialer(mine, allowed, secret, options.handshake_timeout_s, sight=sight)
+        dialer = SideChannelDialer(mine.of(self._rank), allowed, secret, options.handshake_timeout_s, sight=sight)
         prover = ProcessProver(WriterProof(secret, sight=sight), allowed)
         self._core = TransferCore(config, transport, dialer, prover, self._fence)
         self._cuda = cache.device is not None
@@ -174,6 +177,14 @@ class PushWorker:
     def close(self) -> None:
         if self._thread is not None:
             self._thread.stop()
+
+    def _integrity_share(self) -> float:
+        """A drafter writes KV behind the forward, while it is pushed: digests of such blocks would not agree."""
+        share = self._options.integrity_share
+        if share and getattr(self._vllm_config, "speculative_config", None) is not None:
+            _log.warning("kvpush: with speculative decoding this engine sends no digests of what it pushes (integrity)")
+            return 0.0
+        return share
 
     def _record_event(self) -> Event:
         if not self._cuda:

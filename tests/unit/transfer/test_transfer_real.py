@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -17,6 +18,7 @@ from kvpush.transfer.addresses import AllowList
 from kvpush.transfer.core import CoreConfig, TransferCore
 from kvpush.transfer.dialer import SideChannelDialer
 from kvpush.transfer.fence import Fence
+from kvpush.transfer.hashing import BackgroundHasher, Cancelled, Words, hash_memory
 from kvpush.transfer.proof import WriterProof
 from kvpush.transfer.prover import ProcessProver
 from kvpush.transfer.results import Received, Result, Sent
@@ -56,7 +58,9 @@ class Node:
         allowed = AllowList([LOCAL])
         self.fence = Fence()
         self.core = TransferCore(
-            CoreConfig(PeerAddress(LOCAL, self.server.port), geometry, TIMING, reader=self),
+            CoreConfig(
+                PeerAddress(LOCAL, self.server.port), geometry, TIMING, hasher=BackgroundHasher(self.hash_blocks)
+            ),
             transport,
             SideChannelDialer(engine, allowed, None, 5.0),
             ProcessProver(WriterProof(None), allowed),
@@ -65,9 +69,8 @@ class Node:
         self.thread = TransferThread(self.core)
         self.thread.start()
 
-    def read(self, blocks: list[int], first_token: int, end_token: int) -> list[bytes]:
-        used = blocks[first_token // BLOCK : -(-end_token // BLOCK)]
-        return [self.memory[layer, used].tobytes() for layer in range(LAYERS)]
+    def hash_blocks(self, blocks: Sequence[int], cancelled: Cancelled) -> Words:
+        return hash_memory(list(self.memory), blocks, cancelled)
 
     def fill(self, prompt: str, blocks: list[int], first: int, end: int) -> None:
         for token in range(first, end):

@@ -14,7 +14,6 @@ from kvpush.plan.runs import Ints
 from kvpush.protocol.actions import WritePiece
 from kvpush.protocol.ids import AgentName, PeerAddress, RequestId, SendKey, TransferId
 from kvpush.protocol.registration import Registration
-from kvpush.transfer.integrity import Digester
 from kvpush.transfer.writer import PieceLost, PieceRefused, PieceWriter, whole_blocks
 from kvpush.transport.base import TransportError
 
@@ -29,7 +28,7 @@ def _piece(first: int, end: int) -> WritePiece:
 def _post(
     writer: PieceWriter, piece: WritePiece, source: list[int], target: CacheGeometry, table: Ints, now_s: float
 ) -> None:
-    writer.post(piece, writer.plan(piece, source, target, table), target, None, now_s)
+    writer.post(piece, writer.plan(piece, source, target, table), target, now_s)
 
 
 def _registration(*groups: tuple[bytes, ...]) -> Registration:
@@ -186,30 +185,3 @@ def test_every_handle_is_given_back(world: World, writer: PieceWriter, monkeypat
         _post(writer, _piece(4 * i, 4 * i + 4), [1, 2, 3], world["D"].geometry, np.array([1, 2, 3]), 0.0)
     world.fabric.advance(1.0)
     assert len(writer.poll(1.0)) == len(given_back) == 3
-
-
-def test_digests_of_pieces_add_up_to_the_prompt(world: World) -> None:
-    p, d = world["P"], world["D"]
-    p.memory[:] = np.random.default_rng(1).integers(1, 255, p.memory.shape, dtype=np.uint8)
-    source, target = [9, 3, 4, 20], [7, 8, 2, 30]
-    d.memory[:, target] = p.memory[:, source]
-    digests = [Digester(p).piece(source, first, end) for first, end in ((8, 13), (4, 8))]
-    there = Digester(d)
-    assert there.matches(target, 4, 13, digests)
-    assert not there.matches(target, 0, 13, digests)  # a gap at the front
-    assert not there.matches(target, 4, 14, digests)  # and at the end
-    assert not there.matches(target, 4, 13, digests[:1])
-    assert not there.matches(target, 4, 13, [*digests, digests[0]])
-    assert not there.matches(target, 4, 12, digests)  # more than is owed
-    assert not there.matches([8, 7, 2, 30], 4, 13, digests)
-    assert there.matches(target, 4, 4, [])
-    d.memory[1, 2, 1, 3] ^= 1
-    assert not there.matches(target, 4, 13, digests)
-
-
-def test_layers_cannot_be_exchanged_unseen(world: World) -> None:
-    p = world["P"]
-    p.memory[0, 1], p.memory[1, 1] = 1, 2
-    one = Digester(p).piece([1], 0, 4)
-    p.memory[0, 1], p.memory[1, 1] = 2, 1
-    assert Digester(p).piece([1], 0, 4) != one

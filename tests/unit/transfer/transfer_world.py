@@ -18,6 +18,7 @@ from kvpush.plan.paths import Path, PathCosts
 from kvpush.protocol.ids import AgentName, PeerAddress, RequestId, SendKey, TransferId
 from kvpush.protocol.prompt import PromptIdentity, prompt_identity
 from kvpush.protocol.timing import Timing
+from kvpush.sim.hashing import LateHasher
 from kvpush.sim.packing import ArrayPacker
 from kvpush.transfer import commands
 from kvpush.transfer.core import CoreConfig, TransferCore
@@ -135,7 +136,7 @@ class Engine:
             sender=self.address,
             cache=self.geometry,
             timing=TIMING,
-            reader=self if integrity else None,
+            hasher=LateHasher(self.memory) if integrity else None,
             stream=stream,
             paths=PathConfig(path, COSTS, self.staging),
             quarantine_max_blocks=quarantine_max_blocks,
@@ -168,10 +169,6 @@ class Engine:
         return Staging(packer, send, StagingArea(address + NUM_SLOTS * size, size, NUM_SLOTS))
 
     # The cache
-
-    def read(self, blocks: list[int], first_token: int, end_token: int) -> list[bytes]:
-        used = blocks[first_token // BLOCK : -(-end_token // BLOCK)]
-        return [self.memory[layer, used].tobytes() for layer in range(LAYERS)]
 
     def compute(self, request: Request, first: int, end: int) -> None:
         assert request.blocks is not None
@@ -342,11 +339,14 @@ class World:
 
     # Requests
 
-    def offer(self, host: str, transfer: str, num_tokens: int, *, consumers: int = 1, prompt: str = "p") -> Request:
+    def offer(
+        self, host: str, transfer: str, num_tokens: int, *, consumers: int = 1, prompt: str = "p", decodes: bool = False
+    ) -> Request:
         engine = self[host]
         request = Request(RequestId(f"{host}-{transfer}-{len(engine.requests)}"), prompt, num_tokens, [])
         engine.requests[request.request_id] = request
-        engine.tell(commands.Offer(request.request_id, TransferId(transfer), identity(prompt, num_tokens), consumers))
+        known = identity(prompt, num_tokens)
+        engine.tell(commands.Offer(request.request_id, TransferId(transfer), known, consumers, decodes))
         return request
 
     def prefill(self, host: str, request: Request, upto: int, event: Event = PASSED, *, replace: bool = False) -> None:
@@ -454,8 +454,8 @@ class World:
             assert not any(engine.core.levels.values()), engine.core.levels
             assert engine.core.counters.total("protocol_errors") == 0
             producer_side, consumer_side = engine.core._producer_side, engine.core._consumer_side
-            kept = [producer_side._pieces._tables, producer_side._offered, producer_side._lost]
-            assert not any([*kept, consumer_side._fetches, consumer_side._engine_ids])
+            kept = [producer_side._pieces._tables, producer_side._offered, producer_side._decoding, producer_side._lost]
+            assert not any([*kept, consumer_side._fetches, consumer_side._engine_ids, consumer_side._checks])
             assert len(engine.core.records) == 0
             for request in engine.requests.values():
                 assert request.ended in (

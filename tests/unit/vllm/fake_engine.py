@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ from kvpush.protocol.timing import Timing
 from kvpush.transfer import commands
 from kvpush.transfer.core import CoreConfig, TransferCore
 from kvpush.transfer.dialer import Answer, Dialed
+from kvpush.transfer.hashing import Cancelled, InlineHasher, Words, hash_memory
 from kvpush.transfer.results import Result
 from kvpush.transfer.sidechannel import ProcessIdentity
 from kvpush.transfer.sources import PASSED, Event
@@ -140,7 +141,7 @@ class Rank:
         self.worker = worker
         sender = PeerAddress(engine.host, 1000, 0, tp_rank)
         self.core = TransferCore(
-            CoreConfig(sender, self.geometry, TIMING, reader=self if integrity else None),
+            CoreConfig(sender, self.geometry, TIMING, hasher=InlineHasher(self.hash_blocks) if integrity else None),
             self.transport,
             Dialing(world),
             Proving(world),
@@ -155,8 +156,8 @@ class Rank:
         process = ProcessIdentity(host_id=self.engine.host, pid=1, pid_start=1)
         return Answer(self.engine.engine_id, self.agent, self.transport.metadata(), self.geometry, process)
 
-    def read(self, blocks: list[int], first_token: int, end_token: int) -> list[bytes]:
-        return [self.memory[blocks[first_token // BLOCK : -(-end_token // BLOCK)]].tobytes()]
+    def hash_blocks(self, blocks: Sequence[int], cancelled: Cancelled) -> Words:
+        return hash_memory([self.memory], blocks, cancelled)
 
     def step(self, output: SimpleNamespace) -> SimpleNamespace:
         """execute_model and sample_tokens: the hooks in the order of the version, the forward in between."""

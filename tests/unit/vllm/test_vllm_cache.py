@@ -102,28 +102,6 @@ def test_registered_regions_are_the_storages_once_each(layout: str) -> None:
     assert len(storages) == (1 if layout in ("one storage", "interleaved") else LAYERS)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_whole_blocks_are_read_in_the_order_of_the_table(layout: str, dtype: torch.dtype) -> None:
-    layers = LAYOUTS[layout](dtype)
-    _fill(layers)
-    table = [7, 2, 9, 1]
-    found = PagedCache(_named(layers), _config()).read(table, BLOCK, 3 * BLOCK - 1)
-    expected = [b"".join(bytes(layer[block].contiguous().view(torch.uint8).flatten().tolist()) for block in (2, 9))
-                for layer in layers]  # fmt: skip
-    assert found == expected
-
-
-def test_layouts_differ_in_memory_and_not_in_what_is_read() -> None:
-    hnd, nhd = _hnd(torch.bfloat16), _nhd(torch.bfloat16)
-    for one, other in zip(hnd, nhd, strict=True):
-        one.copy_(torch.randn(one.shape))
-        other.copy_(one)
-    tables = [3, 5]
-    read = [PagedCache(_named(layers), _config()).read(tables, 0, 2 * BLOCK) for layers in (hnd, nhd)]
-    assert read[0] == read[1]
-
-
 def test_layers_stand_in_the_order_of_the_group() -> None:
     layers = _hnd(torch.bfloat16)
     config = _config(names=["layer2", "layer0", "layer1"])
@@ -136,7 +114,7 @@ def test_layers_that_share_a_tensor_count_once() -> None:
     layers[2] = layers[0]
     cache = PagedCache(_named(layers), _config())
     assert cache.geometry.bases == (layers[0].data_ptr(), layers[1].data_ptr())
-    assert len(cache.read([1], 0, 1)) == 2
+    assert len(cache.hash_blocks([1], lambda: False)) == 2
 
 
 def test_names_that_the_group_does_not_know_are_taken_as_they_come() -> None:

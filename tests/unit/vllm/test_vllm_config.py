@@ -59,6 +59,10 @@ def test_an_unknown_key_is_named_with_those_that_exist() -> None:
         ("num_threads", 1.5),
         ("stream", "yes"),
         ("integrity", "sometimes"),
+        ("integrity_sample", -0.1),
+        ("integrity_sample", 1.1),
+        ("integrity_sample", "1%"),
+        ("integrity_sample", float("nan")),
         ("recompute_below_tokens", 0),
         ("preempt_wait_s", -0.1),
         ("preempt_wait_s", 1.5),
@@ -83,6 +87,19 @@ def test_an_impossible_value_is_refused_by_the_name_of_its_key(key: str, value: 
     names = {"allowed_hosts": "allowed_hosts|allow list"}
     with pytest.raises(ConfigError, match=names.get(key, key)):
         parse_options({key: value}, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "share"),
+    [
+        ({}, 0.01),
+        ({"integrity": "sample", "integrity_sample": 0.2}, 0.2),
+        ({"integrity": "off", "integrity_sample": 0.2}, 0.0),
+        ({"integrity": "always", "integrity_sample": 0.2}, 1.0),
+    ],
+)
+def test_which_share_of_transfers_is_digested(given: dict[str, Any], share: float) -> None:
+    assert parse_options(given, {}).integrity_share == share
 
 
 def test_each_data_parallel_rank_takes_the_next_port() -> None:

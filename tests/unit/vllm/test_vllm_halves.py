@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 from fake_scheduler import Status
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scheduler_cases import BLOCK, consume, output, produce, request
+from test_vllm_params import CONSUME, JSON, KEYS, PRODUCE
 
 from kvpush.transfer.commands import Stalled
 from kvpush.vllm.halves import SchedulerHalves
@@ -127,3 +130,31 @@ def test_a_decode_engine_has_nothing_to_drop() -> None:
     halves = SchedulerHalves(BLOCK, BLOCK, produces=False)
     halves.matched_tokens("head", 0)
     assert halves.on_step(output())[0] == []
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.sampled_from([{}, PRODUCE, CONSUME]),
+    st.dictionaries(KEYS, JSON, max_size=4) | JSON,
+    st.sampled_from(["r", "", "x" * 300, "\ud800", "cmpl-1-0-abcdef12"]),
+    st.booleans(),
+)
+def test_whatever_a_client_sends_goes_through_the_life_of_a_request(
+    base: dict[str, Any], changes: Any, request_id: str, admitted: bool
+) -> None:
+    """Through every hook of both halves; each ends it, one way or another, and keeps nothing."""
+    params = {**base, **changes} if isinstance(changes, dict) else changes
+    halves = SchedulerHalves(BLOCK, BLOCK)
+    asked = request(request_id, 10, params)
+    halves.on_new_request(asked)
+    taken = _taken(halves, request_id)
+    if admitted:
+        tokens, _ = halves.matched_tokens(request_id, 0)
+        halves.on_allocated(request_id, ((1, 2, 3),), tokens or 0)
+        halves.on_step(output(new={request_id: ([1, 2, 3], 0, 10)}))
+    asked.status = Status.FINISHED_ABORTED
+    held = halves.on_finished(asked, ((1, 2, 3),) if admitted else ((),))
+    halves.on_step(output())
+    assert halves.idle
+    assert held <= taken
+    assert halves.counters.total("bad_params") <= (not taken)

@@ -10,6 +10,7 @@ from kvpush.plan.runs import Ints, Runs
 from kvpush.protocol.actions import WritePiece
 from kvpush.protocol.ids import AgentName, PeerAddress, RequestId
 from kvpush.protocol.messages import PieceDigest, Staged, encode
+from kvpush.transfer.integrity import PieceHashing
 from kvpush.transfer.packing.base import Packer, PackingError
 from kvpush.transfer.sources import Event
 from kvpush.transfer.staging.area import StagingArea
@@ -26,8 +27,8 @@ REPEAT_S = 1.0
 """After so long without credit D is told again what stands in a slot: the message, or the credit, may be lost."""
 
 
-Digest = Callable[[int, int], PieceDigest | None]
-"""Makes the digest of tokens [first_token, end_token) of a piece's request, if digests are wanted."""
+Digest = Callable[[int, int], PieceHashing | None]
+"""Begins to digest tokens [first_token, end_token) of a piece's request, if digests are wanted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +51,13 @@ class _Job:
     error: str = ""
     num_bytes: int = 0
     num_parts: int = 0
+    hashings: list[tuple[float, PieceHashing]] = field(default_factory=list)
     digests: list[PieceDigest] = field(default_factory=list)
+
+    @property
+    def reading(self) -> bool:
+        """Something reads the request's blocks: a pack, or the digest of one."""
+        return bool(self.packing or self.hashings)
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +73,8 @@ class _Part:
 class Stager:
     """Owned by the transfer thread. Parts of a piece leave in order, and pieces of a transfer one behind the other.
 
-    wanted: whether the protocol still wants a piece. closed: whether a request's blocks are about to be taken.
+    wanted: whether the protocol still wants a piece. closed: whether a request's blocks are about to be taken. awaited:
+    whether a digest of a piece that began so many seconds ago is waited for still.
     """
 
     def __init__(
@@ -76,12 +84,14 @@ class Stager:
         area: StagingArea,
         wanted: Callable[[WritePiece], bool],
         closed: Callable[[RequestId], bool],
+        awaited: Callable[[WritePiece, float], bool] = lambda _, __: True,
     ) -> None:
         self._transport = transport
         self._packer = packer
         self._area = area
         self._wanted = wanted
         self._closed = closed
+        self._awaited = awaited
         self._peers = PeerSlots()
         self._local = list(range(area.num_slots))
         self._jobs: list[_Job] = []
@@ -152,6 +162,8 @@ class Stager:
         self._poll_packs()
         self._poll_writes(now_s)
         self._begin(now_s)
+        for job in self._jobs:
+            self._poll_digests(job, now_s)
         outcomes: list[Outcome] = []
         # What was posted last is held back first.
         for job in reversed(self._jobs):
@@ -176,7 +188,7 @@ class Stager:
                 taken = self._peers.take(job.piece.agent, job.address)
                 if taken is None:
                     break
-                self._pack(job, *taken)
+                self._pack(job, *taken, now_s)
             if job.next < job.end:
                 behind.add(job.piece.key)
 
@@ -191,16 +203,13 @@ class Stager:
             job.error = "D has not said which staging slots it grants"
         return not job.error
 
-    def _pack(self, job: _Job, slot: int, use: int) -> None:
+    def _pack(self, job: _Job, slot: int, use: int, now_s: float) -> None:
         piece, packer = job.piece, self._packer
         most = min(self._area.slot_bytes, job.area.slot_bytes) // packer.block_bytes
         count = min(job.end - job.next, most)
         first, last = job.next, job.next + count
         local = self._local.pop()
         try:
-            digest = job.digest(
-                max(first * job.block_size, piece.first_token), min(last * job.block_size, piece.end_token)
-            )
             event = packer.pack(job.blocks[first - job.first : last - job.first], self._area.slot(local))
         except (ValueError, PackingError) as error:
             self._local.append(local)
@@ -214,8 +223,24 @@ class Stager:
         job.open += 1
         job.num_parts += 1
         job.num_bytes += count * packer.block_bytes
-        if digest is not None:
-            job.digests.append(digest)
+        # Behind the pack, which is in a hurry.
+        tokens = (max(first * job.block_size, piece.first_token), min(last * job.block_size, piece.end_token))
+        hashing = job.digest(*tokens)
+        if hashing is not None:
+            job.hashings.append((now_s, hashing))
+
+    def _poll_digests(self, job: _Job, now_s: float) -> None:
+        waiting = []
+        for started_s, hashing in job.hashings:
+            if hashing.done():
+                digest = hashing.take()
+                if digest is not None:
+                    job.digests.append(digest)
+            elif not job.error and self._awaited(job.piece, now_s - started_s):
+                waiting.append((started_s, hashing))
+            else:
+                hashing.cancel()
+        job.hashings = waiting
 
     def _poll_packs(self) -> None:
         """Writes what has been packed."""
@@ -272,7 +297,7 @@ class Stager:
 
     def _cut(self, job: _Job, outcomes: list[Outcome]) -> None:
         """The blocks are about to be taken: what is not packed yet is held back."""
-        if job.read or job.error or job.packing or job.next >= job.end or not self._closed(job.piece.request_id):
+        if job.read or job.error or job.reading or job.next >= job.end or not self._closed(job.piece.request_id):
             return
         if job.next == job.first:
             self._jobs.remove(job)
@@ -284,7 +309,7 @@ class Stager:
     def _settle(self, job: _Job, outcomes: list[Outcome], now_s: float) -> None:
         if not job.error and not self._wanted(job.piece):
             job.error = "stopped"
-        if not job.read and not job.packing and (job.error or job.next == job.end):
+        if not job.read and not job.reading and (job.error or job.next == job.end):
             job.read = True
             outcomes.append(Read(job.piece))
         if job.read and (job.error or (not job.open and job.next == job.end)):
