@@ -5,6 +5,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # The whole test run; one test that waits has a shorter deadline of its own.
 TEST_TIMEOUT_S ?= 3000
+# What `make bench` measures: a name of src/kvpush/bench/presets, or a TOML file.
+PRESET ?= cpu
 # More options for pytest (ARGS="-m unit") or for the demo (ARGS=--keep).
 ARGS ?=
 # Fast ones first, so that a mistake shows early.
@@ -12,11 +14,12 @@ TESTS := $(wildcard tests/unit tests/sim tests/nixl tests/vllm tests/gpu)
 OURS := src tests scripts $(wildcard bench)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo doctor test sim soak mutants lint fmt lock clean
+.PHONY: help install demo doctor bench test sim soak mutants lint fmt lock clean
 
 help:
 	@echo 'make demo     two vLLM engines and a router on this machine, five questions, every answer checked'
 	@echo 'make test     all tests: unit, NIXL between processes, real vLLM engines (ARGS="-m unit" for the fast ones)'
+	@echo 'make bench    vLLM push and kvpush on this machine, ten minutes (PRESET=h200x2-0.6b on two GPUs); figures'
 	@echo 'make sim      1000 simulated deployments (WORLDS=20000), or the story of one (SEED=42)'
 	@echo 'make soak     a real deployment under load and faults (MINUTES=15 SEED=...), every text compared'
 	@echo 'make mutants  removes one guard after another and lets the simulator find out (takes an hour)'
@@ -36,6 +39,11 @@ demo: install
 
 doctor: install
 	@$(BIN)/kvpush doctor $(ARGS)
+
+# What was measured is kept if something goes wrong; ARGS=--resume goes on.
+bench: install
+	@$(BIN)/kvpush bench serve --preset $(PRESET) --out bench/results/raw $(ARGS)
+	@$(BIN)/kvpush bench summary >/dev/null && $(BIN)/kvpush bench figures && $(BIN)/kvpush bench results
 
 # --foreground is not given: on a timeout every process of the run gets the signal.
 test: install

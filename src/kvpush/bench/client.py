@@ -44,7 +44,7 @@ PIECE = msgspec.json.Decoder(Piece)
 
 @dataclass(slots=True)
 class Answer:
-    """A streamed answer: when each piece came (seconds, `time.perf_counter`) and how many tokens it had in all."""
+    """A streamed answer: when each piece came (seconds, `time.monotonic`) and how many tokens it had in all."""
 
     at_s: list[float] = field(default_factory=list)
     tokens: int | None = None
@@ -72,9 +72,9 @@ class Client:
     async def send(self, planned: Planned, legs: Legs, started_s: float, scheduled_s: float) -> RequestRecord:
         """Sends both legs in the connector's order and returns the record; an error is part of it, never raised.
 
-        started_s: `time.perf_counter()` at the start of the cell. scheduled_s: seconds after it.
+        started_s: `time.monotonic()` at the start of the cell. scheduled_s: seconds after it.
         """
-        sent_s = time.perf_counter()
+        sent_s = time.monotonic()
         record = RequestRecord(
             index=planned.index,
             transfer_id=uuid.uuid4().hex,
@@ -105,7 +105,7 @@ class Client:
         async def prefill() -> Any:
             extra = {"max_tokens": 1, "kv_transfer_params": legs.prefill(record.transfer_id)}
             returned = await self._prefill(body(planned, self.model, extra), headers)
-            record.prefill_response_ms = (time.perf_counter() - sent_s) * 1e3
+            record.prefill_response_ms = (time.monotonic() - sent_s) * 1e3
             return returned
 
         async def decode(returned: Any) -> None:
@@ -143,7 +143,7 @@ class Client:
             async for line in response.content:
                 if not line.startswith(b"data: {"):
                     continue
-                now_s = time.perf_counter()
+                now_s = time.monotonic()
                 piece = PIECE.decode(line[len(DATA) :])
                 if piece.error is not None:
                     raise LegError(f"decode: {_shortened(line)}")

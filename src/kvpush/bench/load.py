@@ -22,16 +22,16 @@ async def run_open_loop(send: Send, requests: Sequence[Planned], deadline_s: flo
     deadline_s: on `time.monotonic()`. After it nothing more is sent, and what is in flight a little later is
     cancelled; so a shorter list than `requests` means that time ran out. Records are in order of arrival.
     """
-    started_s = time.perf_counter()
+    started_s = time.monotonic()
     tasks: list[asyncio.Task[RequestRecord]] = []
 
     async def one(planned: Planned) -> RequestRecord:
         return await send(planned, started_s, planned.at_s)
 
     for planned in requests:
-        if time.monotonic() + max(0.0, started_s + planned.at_s - time.perf_counter()) >= deadline_s:
+        if time.monotonic() + max(0.0, started_s + planned.at_s - time.monotonic()) >= deadline_s:
             break
-        await asyncio.sleep(max(0.0, started_s + planned.at_s - time.perf_counter()))
+        await asyncio.sleep(max(0.0, started_s + planned.at_s - time.monotonic()))
         tasks.append(asyncio.create_task(one(planned)))
     return await _collect(tasks, deadline_s)
 
@@ -40,7 +40,7 @@ async def run_closed_loop(
     send: Send, requests: Sequence[Planned], concurrency: int, deadline_s: float
 ) -> list[RequestRecord]:
     """Sends the requests in order, at most `concurrency` at once. deadline_s as in `run_open_loop`."""
-    started_s = time.perf_counter()
+    started_s = time.monotonic()
     waiting = iter(requests)
 
     async def worker() -> list[RequestRecord]:
@@ -48,7 +48,7 @@ async def run_closed_loop(
         for planned in waiting:
             if time.monotonic() >= deadline_s:
                 break
-            done.append(await send(planned, started_s, time.perf_counter() - started_s))
+            done.append(await send(planned, started_s, time.monotonic() - started_s))
         return done
 
     workers = [asyncio.create_task(worker()) for _ in range(concurrency)]

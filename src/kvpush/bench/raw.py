@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from kvpush.bench.environment import Environment
+from kvpush.bench.handoffs import HandoffRecord
 from kvpush.bench.observe import Transfers
 from kvpush.bench.record import RequestRecord
 
@@ -31,8 +32,10 @@ class Load(msgspec.Struct, kw_only=True):
 class CellResult(msgspec.Struct, kw_only=True):
     """One cell. complete: every request was sent and answered (or failed) before the time limit.
 
-    transfers: from our engines' logs, None for vLLM's connectors. prefill_counters and decode_counters: increase of
-    the engines' transfer counters over the cell. dead_engines: engines that had ended by themselves after it.
+    repeat: counts measurements of the same cell from 0. started_s: its start on this machine's monotonic clock.
+    transfers: from our engines' logs, None for vLLM's connectors. handoffs: the legs of each transfer, from our
+    engines' records. prefill_counters and decode_counters: increase of the engines' transfer counters over the cell.
+    dead_engines: engines that had ended by themselves after it.
     """
 
     pool: str
@@ -46,7 +49,10 @@ class CellResult(msgspec.Struct, kw_only=True):
     wall_s: float
     late_max_ms: float
     requests: list[RequestRecord]
+    repeat: int = 0
+    started_s: float = 0.0
     transfers: Transfers | None = None
+    handoffs: list[HandoffRecord] = []
     prefill_counters: dict[str, float] = {}
     decode_counters: dict[str, float] = {}
     dead_engines: list[str] = []
@@ -57,10 +63,29 @@ class CellResult(msgspec.Struct, kw_only=True):
         return [record for record in self.requests if record.error is not None]
 
 
+class Slo(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What a good answer is: bounds on its time to first token and on its time per token; None bounds nothing."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+    def met(self, record: RequestRecord) -> bool:
+        """Whether this request was answered, and within every bound."""
+        if record.error is not None:
+            return False
+        pairs = ((self.ttft_ms, record.ttft_ms), (self.tpot_ms, record.tpot_ms))
+        return all(bound is None or value is None or value <= bound for bound, value in pairs)
+
+    def text(self) -> str:
+        bounds = (("TTFT", self.ttft_ms), ("TPOT", self.tpot_ms))
+        return ", ".join(f"{name} at most {bound:g} ms" for name, bound in bounds if bound is not None)
+
+
 class ServeRaw(msgspec.Struct, kw_only=True, tag_field="what", tag="serve"):
     """One engine pair. variant: a name for anything that differs from the standard set-up, empty for that.
 
-    unfinished: cells (pool/isl/qps) that were asked and not measured. problem: why.
+    asked: everything that decides what is measured; a run is resumed only if it is equal. resumed: when that was done.
+    unfinished: cells (pool/isl/qps, and the number of the repeat) that were asked and not measured. problem: why.
     """
 
     shape: str
@@ -71,6 +96,10 @@ class ServeRaw(msgspec.Struct, kw_only=True, tag_field="what", tag="serve"):
     variant: str = ""
     engines: dict[str, list[str]] = {}
     kvpush_config: dict[str, Any] = {}
+    preset: str = ""
+    slo: Slo | None = None
+    asked: dict[str, Any] = {}
+    resumed: list[str] = []
     start_s: float = 0.0
     warm_up: Load | None = None
     ageing: Load | None = None

@@ -12,6 +12,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     """One request. Times in milliseconds from the moment it was sent, except the first two fields.
 
     scheduled_s and arrival_s: when it should have been sent and when it was, in seconds from the start of the cell.
+    transfer_id: under which the engines' records of it are found.
     prefill_response_ms: until the prefill leg had answered. ttft_ms: until the client had the first token.
     handoff_ms: ttft_ms - prefill_response_ms, what disaggregation adds. itl_ms: gaps between the pieces of the answer
     as they came (a piece is one token unless the engine's server fell behind). tpot_ms: last token minus first, by

@@ -13,13 +13,15 @@ import aiohttp
 
 from kvpush.bench import workload
 from kvpush.bench.client import Client
-from kvpush.bench.engines import EngineError, EnginePair
+from kvpush.bench.engines import EngineError, Pair
 from kvpush.bench.environment import now_iso
+from kvpush.bench.handoffs import handoff_records
 from kvpush.bench.load import run_closed_loop, run_open_loop
-from kvpush.bench.observe import LogTail, increase, parse_transfers, read_counters
+from kvpush.bench.observe import LogTail, Transfers, increase, parse_transfers, read_counters
 from kvpush.bench.raw import CellResult, Load, rounded
 from kvpush.bench.record import RequestRecord, median
 from kvpush.bench.workload import Cell
+from kvpush.transfer.trace import TransferTrace
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -42,9 +44,7 @@ class TimeIsUp(Exception):
 class PairSession:
     """Drives one engine pair. deadline_s: on `time.monotonic()`; nothing is begun after it."""
 
-    def __init__(
-        self, pair: EnginePair, vocabulary: int, seed: int, osl: int, deadline_s: float, timeout_s: float
-    ) -> None:
+    def __init__(self, pair: Pair, vocabulary: int, seed: int, osl: int, deadline_s: float, timeout_s: float) -> None:
         self.pair = pair
         self.vocabulary = vocabulary
         self.seed = seed
@@ -52,7 +52,9 @@ class PairSession:
         self.deadline_s = deadline_s
         self.timeout_s = timeout_s
         self.legs = pair.legs()
-        self.logs = LogTail([engine.log_path for engine in pair.engines])
+        self.logs = LogTail(pair.logs())
+        self.traces = pair.traces()
+        self.started_s = 0.0
 
     @asynccontextmanager
     async def _client(self) -> AsyncIterator[Client]:
@@ -60,9 +62,7 @@ class PairSession:
         timeout = aiohttp.ClientTimeout(total=None)
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-            yield Client(
-                session, self.pair.prefill.url, self.pair.decode.url, str(self.pair.options.model), self.timeout_s
-            )
+            yield Client(session, self.pair.prefill_url, self.pair.decode_url, self.pair.model, self.timeout_s)
 
     def _check_time(self) -> None:
         if time.monotonic() >= self.deadline_s:
@@ -75,14 +75,14 @@ class PairSession:
         counted. Raises EngineError if one does not succeed: then nothing measured later would mean anything.
         """
         self._check_time()
-        longest = self.pair.options.max_model_len - WARM_UP_OSL
+        longest = self.pair.max_model_len - WARM_UP_OSL
         lengths = [min(isl, longest) for isl in (*WARM_UP_ISLS, *sorted(set(isls)))]
         began = time.monotonic()
         records: list[RequestRecord] = []
         async with self._client() as client:
             for planned in workload.warm_up(self.seed, lengths, WARM_UP_OSL, self.vocabulary):
                 records += await self._until_answered(client, planned)
-        self.logs.new_lines()
+        self._forget()
         return _load(records, began)
 
     async def _until_answered(self, client: Client, planned: workload.Planned) -> list[RequestRecord]:
@@ -91,32 +91,41 @@ class PairSession:
             if len(tried) == WARM_UP_ATTEMPTS:
                 raise EngineError(f"warm-up request of {planned.isl} tokens failed: {tried[-1].error}")
             self._check_time()
-            tried.append(await client.send(planned, self.legs, time.perf_counter(), 0.0))
+            tried.append(await client.send(planned, self.legs, time.monotonic(), 0.0))
         return tried
+
+    def _forget(self) -> None:
+        """What the engines have said about requests that are not measured."""
+        self.logs.new_lines()
+        self.traces.new()
 
     async def age(self, n: int, concurrency: int) -> Load:
         """Mixed requests that shuffle both block pools."""
         self._check_time()
-        requests = workload.ageing(self.seed, n, self.pair.options.max_model_len, self.vocabulary)
+        requests = workload.ageing(self.seed, n, self.pair.max_model_len, self.vocabulary)
         began = time.monotonic()
         async with self._client() as client:
             records = await run_closed_loop(self._send(client), requests, concurrency, self.deadline_s)
         load = _load(records, began)
-        self.logs.new_lines()
+        self._forget()
         if len(records) < n:
             raise TimeIsUp
         return load
 
     def _send(self, client: Client) -> Callable[[workload.Planned, float, float], Any]:
         async def send(planned: workload.Planned, started_s: float, scheduled_s: float) -> RequestRecord:
+            self.started_s = started_s
             return await client.send(planned, self.legs, started_s, scheduled_s)
 
         return send
 
-    async def measure(self, pool: str, cell: Cell) -> CellResult:
-        """Runs one cell. Never raises for failed requests: they are in the result."""
+    async def measure(self, pool: str, cell: Cell, repeat: int = 0) -> CellResult:
+        """Runs one cell. Never raises for failed requests: they are in the result.
+
+        Each repeat has arrival times and prompts of its own, the same for every connector.
+        """
         self._check_time()
-        requests = workload.open_loop(self.seed, cell, self.osl, self.vocabulary)
+        requests = workload.open_loop(self.seed + repeat, cell, self.osl, self.vocabulary)
         before = await self._counters()
         date = now_iso()
         began = time.monotonic()
@@ -124,7 +133,7 @@ class PairSession:
             records = await run_open_loop(self._send(client), requests, self.deadline_s)
         wall_s = time.monotonic() - began
         await asyncio.sleep(SETTLE_S)
-        transfers = parse_transfers(self.logs.new_lines()) if self.pair.connector.ours else None
+        traces = await asyncio.to_thread(self.traces.new)
         after = await self._counters()
         late_max_ms = max((record.late_ms for record in records), default=0.0)
         result = CellResult(
@@ -133,13 +142,16 @@ class PairSession:
             qps=cell.qps,
             n=cell.n,
             osl=self.osl,
-            seed=self.seed,
+            seed=self.seed + repeat,
+            repeat=repeat,
+            started_s=round(self.started_s, 6),
             date=date,
             complete=len(records) == cell.n and all(record.error != "cancelled" for record in records),
             wall_s=round(wall_s, 3),
             late_max_ms=round(late_max_ms, 3),
             requests=rounded(records),
-            transfers=transfers,
+            transfers=self._transfers(traces),
+            handoffs=handoff_records(traces, records, self.started_s),
             prefill_counters=increase(before[0], after[0]),
             decode_counters=increase(before[1], after[1]),
             dead_engines=self.pair.dead(),
@@ -147,8 +159,14 @@ class PairSession:
         result.warnings = cell_warnings(result)
         return result
 
+    def _transfers(self, traces: Sequence[TransferTrace]) -> Transfers | None:
+        """What our engines say; their logs say it best, but those of engines elsewhere are not here."""
+        if not self.pair.connector.ours:
+            return None
+        return parse_transfers(self.logs.new_lines()) if self.pair.logs() else counted(traces)
+
     async def _counters(self) -> list[dict[str, float]]:
-        return [await asyncio.to_thread(_counters_of, engine.url) for engine in self.pair.engines]
+        return [await asyncio.to_thread(_counters_of, url) for url in (self.pair.prefill_url, self.pair.decode_url)]
 
 
 def _counters_of(url: str) -> dict[str, float]:
@@ -165,6 +183,23 @@ def _load(records: Sequence[RequestRecord], began_s: float) -> Load:
         requests=len(records),
         errors=sum(failures.values()),
         wall_s=round(time.monotonic() - began_s, 3),
+        failures=dict(failures),
+    )
+
+
+def counted(traces: Sequence[TransferTrace]) -> Transfers:
+    """The same numbers from the engines' records."""
+    sent = [trace for trace in traces if trace.outcome == "sent"]
+    received = [trace for trace in traces if trace.outcome == "received"]
+    failures = Counter(trace.outcome for trace in traces if trace.outcome.startswith("failed"))
+    return Transfers(
+        committed=len(sent),
+        committed_tokens=sum(trace.num_tokens for trace in sent),
+        committed_bytes=sum(trace.num_bytes for trace in sent),
+        writes=sum(trace.num_writes for trace in sent),
+        received=len(received),
+        received_tokens=sum(trace.num_tokens for trace in received),
+        failed=sum(failures.values()),
         failures=dict(failures),
     )
 

@@ -32,7 +32,7 @@ class Decoder:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A name for `--shape`; `decoder` is None where the model is real and its directory must be given."""
+    """A name for `--shape`; `decoder` is None for the demo's model, which is real."""
 
     name: str
     device: str
@@ -43,7 +43,8 @@ class Shape:
 SHAPES = {
     "0.6b": Shape("0.6b", "cuda", 20_000, Decoder(28, 1024, 3072, 16, 8)),
     "8b": Shape("8b", "cuda", 20_000, Decoder(36, 4096, 12_288, 32, 8)),
-    "smollm2": Shape("smollm2", "cpu", 8_192),
+    "32b": Shape("32b", "cuda", 20_000, Decoder(64, 5120, 25_600, 64, 8)),
+    "smollm2": Shape("smollm2", "cpu", 4_096),
     # For trying the benchmark itself on any machine; the summary takes no figures from it.
     "tiny": Shape("tiny", "cpu", 2_048, Decoder(2, 128, 256, 2, 2, vocabulary=2_000, max_position=4_096)),
 }

@@ -1,7 +1,7 @@
 """Turns raw files into one flat map of figures and a table beside it.
 
-    python -m kvpush.bench.summary                       all files of bench/results/raw
-    python -m kvpush.bench.summary RAW... --out DIR      these; summary.json and README.md go to DIR
+    kvpush bench summary                       all files of bench/results/raw
+    kvpush bench summary RAW... --out DIR      these; summary.json and README.md go to DIR
 
 No figure comes from anywhere else. Where several raw files hold the same figure, the newest measurement counts.
 Exit status: 0, or 1 if a raw file cannot be used; then nothing is written.
@@ -19,10 +19,10 @@ import msgspec
 
 from kvpush.bench.connectors import CONNECTORS
 from kvpush.bench.raw import POOLS, CellResult, PlanRaw, Raw, RawError, ServeRaw, SoakRaw, TransferRaw, read_raw
-from kvpush.bench.record import figures
-from kvpush.bench.report import markdown
+from kvpush.bench.repeats import complete_cells, spreads, unit_of
+from kvpush.bench.report import machine_and_versions, markdown
 
-SERVE_SHAPES = ("0.6b", "8b", "smollm2")
+SERVE_SHAPES = ("0.6b", "8b", "32b", "smollm2")
 PLAN_CASES = ("contiguous", "descending", "aged", "random")
 TRANSFER_DEVICES = ("h200", "cpu")
 TRANSFER_TABLES = ("contiguous", "aged", "random")
@@ -31,14 +31,22 @@ TRANSFER_PATHS = ("direct", "staged", "peer", "auto")
 TRANSFER_GEOMETRY = (36, 65_536)
 
 
-class Figure(msgspec.Struct, kw_only=True):
-    """One number: its unit, the command line that measured it, when, and the raw file it was computed from."""
+class Figure(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One number: its unit, the command line that measured it, when, on what, and the raw file it was computed from.
+
+    With several repeats value is their median, and low and high are the lowest and the highest of them.
+    """
 
     value: float
     unit: str
     command: str
     date: str
     raw: str
+    machine: str = ""
+    versions: str = ""
+    repeats: int = 1
+    low: float | None = None
+    high: float | None = None
 
 
 Measured = Iterator[tuple[str, Figure]]
@@ -66,25 +74,41 @@ def _check_cell(path: Path, cell: CellResult) -> None:
 
 
 def serve_figures(path: Path, raw: ServeRaw, raw_name: str) -> Measured:
-    """Figures of the complete cells. Requests that failed count in none of them, and the table shows how many."""
+    """Figures of the complete cells. Requests that failed count in none of them, and the table shows how many.
+
+    Goodput is left out: it is a figure of an SLO, which its name does not tell; the table has it.
+    """
     _check(path, "shape", raw.shape, SERVE_SHAPES)
     _check(path, "connector", raw.connector, CONNECTORS)
     connector = f"{raw.connector}+{raw.variant}" if raw.variant else raw.connector
     for cell in raw.cells:
         _check(path, "pool", cell.pool, POOLS)
         _check_cell(path, cell)
-        if not cell.complete:
-            continue
-        prefix = f"serve/{raw.shape}/{cell.pool}/{cell.isl}/{_number(cell.qps)}/{connector}"
-        for metric, value in figures(cell.requests).items():
+    machine, versions = machine_and_versions(raw)
+    for (pool, isl, qps), cells in complete_cells(raw).items():
+        prefix = f"serve/{raw.shape}/{pool}/{isl}/{_number(qps)}/{connector}"
+        for metric, spread in spreads(cells, None).items():
+            several = spread.repeats > 1
             yield (
                 f"{prefix}/{metric}",
-                Figure(value=round(value, 4), unit="ms", command=raw.command, date=cell.date, raw=raw_name),
+                Figure(
+                    value=round(spread.value, 4),
+                    unit=unit_of(metric),
+                    command=raw.command,
+                    date=max(cell.date for cell in cells),
+                    raw=raw_name,
+                    machine=machine,
+                    versions=versions,
+                    repeats=spread.repeats,
+                    low=round(spread.low, 4) if several else None,
+                    high=round(spread.high, 4) if several else None,
+                ),
             )
 
 
 def transfer_figures(path: Path, raw: TransferRaw, raw_name: str) -> Measured:
     """Time and rate of each row with the standard geometry."""
+    machine, versions = machine_and_versions(raw)
     for row in raw.rows:
         _check(path, "device", row.device, TRANSFER_DEVICES)
         _check(path, "table", row.table, TRANSFER_TABLES)
@@ -99,7 +123,15 @@ def transfer_figures(path: Path, raw: TransferRaw, raw_name: str) -> Measured:
         for metric, value, unit in (("ms", row.ms, "ms"), ("gb_s", row.gb_s, "GB/s")):
             yield (
                 f"{prefix}/{metric}",
-                Figure(value=round(value, 4), unit=unit, command=raw.command, date=raw.date, raw=raw_name),
+                Figure(
+                    value=round(value, 4),
+                    unit=unit,
+                    command=raw.command,
+                    date=raw.date,
+                    raw=raw_name,
+                    machine=machine,
+                    versions=versions,
+                ),
             )
 
 
@@ -171,7 +203,7 @@ def raw_files(directory: Path) -> list[Path]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m kvpush.bench.summary", description="Raw files to figures.")
+    parser = argparse.ArgumentParser(prog="kvpush bench summary", description="Raw files to figures.")
     parser.add_argument("raw", nargs="*", type=Path, help="raw files or folders (default: OUT/raw)")
     parser.add_argument("--out", type=Path, default=Path("bench/results"), help="default: bench/results")
     args = parser.parse_args(argv)

@@ -23,7 +23,7 @@ app = typer.Typer(
 )
 # For commands that hand their arguments on as they are.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-BENCHMARKS = ("serve", "transfer", "plan", "summary")
+BENCHMARKS = ("serve", "compare", "transfer", "plan", "summary", "figures", "results")
 
 
 @app.command()
@@ -117,11 +117,26 @@ def router(context: typer.Context) -> None:
 
 @app.command(context_settings=PASS_ON, add_help_option=False)
 def bench(context: typer.Context) -> None:
-    """A benchmark: kvpush bench serve|transfer|plan|summary (each has --help)."""
+    """A benchmark: kvpush bench serve|compare|transfer|plan|summary|figures|results (each has --help)."""
     name, *rest = context.args or [""]
     if name not in BENCHMARKS:
         raise LaunchError(f"there is no benchmark {name!r}" if name else "which benchmark?", " or ".join(BENCHMARKS))
     _become(f"kvpush.bench.{name}", rest)
+
+
+@app.command()
+def trace(
+    sources: Annotated[
+        list[str],
+        typer.Argument(help="Files (trace_file), or HOST:PORT of side channels; both engines' for the legs."),
+    ],
+    last: Annotated[int, typer.Option(help="How many transfers.", min=1)] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """The last transfers of running engines, or of files: when each thing happened, and where the hand-off spent it."""
+    from kvpush.cli.trace import run_trace
+
+    raise typer.Exit(run_trace(sources, last, as_json))
 
 
 @app.command()

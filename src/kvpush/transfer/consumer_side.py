@@ -19,7 +19,7 @@ from kvpush.protocol.actions import (
 from kvpush.protocol.consumer import Consumer
 from kvpush.protocol.errors import ProtocolError
 from kvpush.protocol.ids import AgentName, PeerAddress, RequestId, SendKey
-from kvpush.protocol.messages import Commit, Credit, Failed, Grant, Register, Staged, ToConsumer
+from kvpush.protocol.messages import Accepted, Commit, Credit, Failed, Grant, Register, Staged, ToConsumer
 from kvpush.transfer.commands import Announce, BlockTable, Cancel, Fetch, Refuse, Release, SideChannel, Withdraw
 from kvpush.transfer.connections import Connections, Delivered, Disconnected, Undelivered
 from kvpush.transfer.connections import Event as ConnectionEvent
@@ -74,6 +74,7 @@ class ConsumerSide:
         self._quarantined: dict[RequestId, Quarantine] = {}
         self.quarantine = Quarantine()
         self._fetches: dict[RequestId, Fetch] = {}
+        self._requests: dict[SendKey, RequestId] = {}
         self._engine_ids: dict[SendKey, str] = {}  # who alone may get a registration, where the client says so
         self._checks: dict[RequestId, Check] = {}  # digests that are being compared
         self._broken: set[AgentName] = set()  # incarnations whose connection has broken while they might write
@@ -113,6 +114,11 @@ class ConsumerSide:
         if isinstance(message, Staged):
             self._on_part(agent, message, now_s)
             return
+        if isinstance(message, Accepted | Commit):
+            request_id = self._requests.get(message.key)
+            if request_id is not None:
+                first = isinstance(message, Accepted)
+                self._records.mark(request_id, "accepted" if first else "commit_seen", now_s, last=not first)
         if isinstance(message, Commit):
             message = self._checked(agent, message)
         self._run(self._consumer.on_message(agent, message, now_s), now_s)
@@ -197,7 +203,9 @@ class ConsumerSide:
         self._fetches[fetch.request_id] = fetch
         if fetch.engine_id is not None:
             self._engine_ids[fetch.key.at(self._sender)] = fetch.engine_id
-        self._records.open(fetch.request_id, fetch.key.transfer_id).mark("registered", now_s)
+        self._requests[fetch.key.at(self._sender)] = fetch.request_id
+        self._records.open(fetch.request_id, fetch.key.transfer_id)
+        self._records.mark(fetch.request_id, "registered", now_s)
         return actions
 
     def _refuse(self, request_id: RequestId, reason: str) -> list[Action]:
@@ -224,6 +232,8 @@ class ConsumerSide:
                     self._counters.add("loads_failed", action.reason)
                     record = self._records.get(action.request_id)
                     name = record.transfer_id if record is not None else action.request_id
+                    if record is not None:
+                        record.failure = action.reason
                     _log.warning("kvpush: transfer %s failed: %s", name, why or action.reason)
                     self._results.append(LoadFailed(action.request_id, action.reason))
                 case ReportReleased():
@@ -272,17 +282,19 @@ class ConsumerSide:
     def _verified(self, request_id: RequestId, check: Check, now_s: float) -> list[Action]:
         fetch, verdict = self._fetches[request_id], check.verdict()
         self._counters.add("integrity", verdict)
-        self._records.open(request_id, fetch.key.transfer_id).mark(f"integrity {verdict}", now_s)
+        self._records.open(request_id, fetch.key.transfer_id)
+        self._records.mark(request_id, f"integrity {verdict}", now_s)
+        self._records.mark(request_id, "verified", now_s)
         return self._consumer.on_verified(request_id, verdict != "mismatch", now_s)
 
     def _on_received(self, action: ReportReceived, now_s: float) -> None:
         fetch = self._forget(action.request_id)
         self._counters.add("receives")
         self._counters.add("bytes_received", amount=action.num_bytes)
-        record = self._records.end(action.request_id, "received")
+        self._records.mark(action.request_id, "received", now_s)
+        record = self._records.get(action.request_id)
         note = ""
         if record is not None:
-            record.mark("received", now_s)
             record.num_tokens, record.num_bytes = action.num_tokens, action.num_bytes
             note = record.timing(("registered to received", "registered", "received"))
             verdict = next((moment for moment in record.times_s if moment.startswith("integrity ")), "")
@@ -291,6 +303,7 @@ class ConsumerSide:
             elif self._digester is not None and self._digester.chooses(fetch.key.transfer_id):
                 self._counters.add("integrity", "not_sent")
                 note += ", integrity not checked (P sent no digests)"
+        self._records.end(action.request_id, "received")
         _log.info("kvpush: transfer %s received: %d tokens%s", fetch.key.transfer_id, action.num_tokens, note)
         self._results.append(Received(action.request_id))
 
@@ -302,7 +315,7 @@ class ConsumerSide:
         self._forget(request_id)
         if self._quarantined.pop(request_id, None) is not None:
             self._sum_up()
-        self._records.end(request_id, "released")
+        self._records.end(request_id, "cancelled")
         self._results.append(Released(request_id))
 
     def _grant(self, agent: AgentName, address: PeerAddress) -> None:
@@ -350,7 +363,9 @@ class ConsumerSide:
         if self._unstager is not None:
             self._unstager.forget(request_id)
         fetch = self._fetches.pop(request_id)
-        self._engine_ids.pop(fetch.key.at(self._sender), None)
+        key = fetch.key.at(self._sender)
+        self._requests.pop(key, None)
+        self._engine_ids.pop(key, None)
         check = self._checks.pop(request_id, None)
         if check is not None:
             check.cancel()  # its blocks may be somebody else's from now on

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -53,7 +54,7 @@ class CoreConfig:
     sender: where peers reach this rank's side channel. cache: its KV cache. hasher: hashes KV for digests; None
     switches integrity off. integrity_share: of its transfers, those that it sends digests of as P. stream: push whole
     blocks after every chunk. paths: how pieces travel. quarantine_max_blocks: with more of them in quarantine nobody is
-    asked to write; 0 sets no limit.
+    asked to write; 0 sets no limit. clock: for the records alone, see `Records`.
     """
 
     sender: PeerAddress
@@ -64,6 +65,7 @@ class CoreConfig:
     stream: bool = True
     paths: PathConfig = DIRECT
     quarantine_max_blocks: int = 0
+    clock: Callable[[], float] | None = None
 
 
 class TransferCore:
@@ -71,7 +73,7 @@ class TransferCore:
 
     def __init__(self, config: CoreConfig, transport: Transport, dialer: Dialer, prover: Prover, fence: Fence) -> None:
         self.counters = Counters()
-        self.records = Records()
+        self.records = Records(clock=config.clock)
         self._transport = transport
         self._dialer = dialer
         self._prover = prover

@@ -9,7 +9,7 @@ from kvpush.plan.geometry import CacheGeometry
 from kvpush.protocol.actions import Action, Connect, ReportSent, SendEnded, SendTo, TransferUnknown, WritePiece
 from kvpush.protocol.errors import ProtocolError
 from kvpush.protocol.ids import AgentName, RequestId
-from kvpush.protocol.messages import Credit, Grant, ToProducer
+from kvpush.protocol.messages import Accepted, Credit, Grant, ToProducer
 from kvpush.protocol.producer import Producer
 from kvpush.transfer.commands import Finish, Offer, Preempt, Progress
 from kvpush.transfer.connections import Connected, Connections, Disconnected, Unreachable
@@ -111,7 +111,8 @@ class ProducerSide:
         self._offered.add(offer.request_id)
         if offer.decodes:
             self._decoding.add(offer.request_id)
-        self._records.open(offer.request_id, offer.transfer_id).mark("known", now_s)
+        self._records.open(offer.request_id, offer.transfer_id)
+        self._records.mark(offer.request_id, "known", now_s)
         return actions
 
     def _preempt(self, preempt: Preempt, now_s: float) -> list[Action]:
@@ -133,8 +134,9 @@ class ProducerSide:
         if not finish.aborted:
             try:
                 if ready is not None:
+                    self._records.mark(request_id, "computed", now_s, last=True)
                     self._run(self._producer.on_tokens(request_id, ready, now_s), now_s)
-                self._mark(request_id, "prefilled", now_s)
+                self._records.mark(request_id, "prefilled", now_s)
                 return self._producer.on_finished(request_id, now_s)
             except ProtocolError as error:
                 # A defect of ours must not keep the blocks: the engine waits for a report.
@@ -166,6 +168,7 @@ class ProducerSide:
 
     def poll(self, now_s: float) -> None:
         for request_id, ready in self._sources.passed():
+            self._records.mark(request_id, "computed", now_s, last=True)
             self._run(self._producer.on_tokens(request_id, ready, now_s), now_s)
         for outcome in self._pieces.poll(now_s):
             self._on_outcome(outcome, now_s)
@@ -243,7 +246,8 @@ class ProducerSide:
         self._counters.add("bytes_written", amount=num_bytes)
         record = self._records.get(piece.request_id)
         if record is not None:
-            record.mark_last("landed", landed_s)
+            # Found in the round that has posted it, it would seem to have landed before.
+            record.mark_last("landed", max(landed_s, record.times_s.get("last_write", landed_s)))
         return record
 
     def _on_landed(self, landed: Landed, now_s: float) -> None:
@@ -292,6 +296,8 @@ class ProducerSide:
             action = queue.popleft()
             match action:
                 case SendTo():
+                    if isinstance(action.message, Accepted):
+                        self._on_accepted(action.message, now_s)
                     self._connections.send(action.address, action.message, action.agent)
                 case Connect():
                     self._connections.connect(action.address, action.agent)
@@ -301,11 +307,13 @@ class ProducerSide:
                     self._offered.discard(action.request_id)
                     self._decoding.discard(action.request_id)
                     self._sources.forget(action.request_id)
-                    self._records.end(action.request_id, "sent")
+                    self._end_record(action.request_id)
                     self._results.append(Sent(action.request_id))
                 case SendEnded():
                     self._on_ended(action, now_s)
                 case TransferUnknown():
+                    if action.reason != "no_request":  # then there is a registration, but no request of ours
+                        self._records.fail(action.transfer_id, action.reason)
                     self._counters.add("unmatched", action.reason)
                     _log.warning("kvpush: transfer %s dropped: %s", action.transfer_id, action.reason)
                 case _:
@@ -314,6 +322,7 @@ class ProducerSide:
     def _write(self, piece: WritePiece, now_s: float) -> list[Action]:
         if not self._fence.begin(piece.request_id):
             return self._producer.on_not_posted(piece.key, piece.piece, now_s)
+        begun_s = self._records.now(now_s)
         try:
             self._post(piece, now_s)
         except PieceLost as error:
@@ -325,7 +334,10 @@ class ProducerSide:
             self._counters.add("writes_refused")
             _log.warning("kvpush: transfer %s cannot be written: %s", piece.key.transfer_id, error)
             return self._producer.on_write_failed(piece.key, piece.piece, "post_failed", now_s)
-        self._mark(piece.request_id, "first_write", now_s)
+        record = self._records.get(piece.request_id)
+        if record is not None:
+            record.mark("first_write", begun_s)
+            record.mark_last("last_write", self._records.now(now_s))
         return []
 
     def _post(self, piece: WritePiece, now_s: float) -> None:
@@ -344,11 +356,17 @@ class ProducerSide:
             _log.warning("kvpush: registration of transfer %s refused: %s", transfer_id, ended.reason)
             return
         self._pieces.forget(ended.key)
+        record = self._records.get(ended.request_id)
         if ended.state != "committed":
+            if record is not None:
+                record.failure = ended.reason or ended.state
             _log.warning("kvpush: transfer %s %s: %s", transfer_id, ended.state, ended.reason)
             return
-        self._mark(ended.request_id, "committed", now_s)
-        record = self._records.get(ended.request_id)
+        if record is not None:
+            record.mark_last("committed", self._records.now(now_s))
+            record.num_tokens += ended.num_tokens
+            record.num_bytes += ended.num_bytes
+            record.num_writes += ended.num_writes
         spans = (("prefill to commit", "prefilled", "committed"), ("first write to landed", "first_write", "landed"))
         _log.info(
             "kvpush: transfer %s committed: %d tokens, %d bytes, %d writes%s%s",
@@ -356,7 +374,12 @@ class ProducerSide:
             record.timing(*spans) if record else "", record.cost() if record else "",
         )  # fmt: skip
 
-    def _mark(self, request_id: RequestId, moment: str, now_s: float) -> None:
+    def _on_accepted(self, accepted: Accepted, now_s: float) -> None:
+        send = self._producer.send(accepted.key)
+        if send is not None:
+            self._records.mark(send.local.request_id, "matched", now_s)
+
+    def _end_record(self, request_id: RequestId) -> None:
         record = self._records.get(request_id)
         if record is not None:
-            record.mark(moment, now_s)
+            self._records.end(request_id, "sent" if "committed" in record.times_s else "released")

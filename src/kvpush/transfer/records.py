@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvpush.protocol.ids import RequestId
@@ -10,7 +11,12 @@ from kvpush.protocol.ids import RequestId
 
 @dataclass(slots=True)
 class Record:
-    """The life of one request's transfer at one rank. times_s: moment -> seconds of the thread's clock."""
+    """The life of one request's transfer at one rank. times_s: moment -> seconds of the thread's clock.
+
+    P books known, matched (with the registration), computed (the last kernel of the prompt is done), first_write and
+    last_write (posted), landed, committed (the commit has left) and prefilled (the engine is done with the request).
+    D books registered, accepted, commit_seen, verified and received. failure: why it did not arrive.
+    """
 
     request_id: RequestId
     transfer_id: str
@@ -22,6 +28,7 @@ class Record:
     plan_s: float = 0.0
     post_s: float = 0.0
     outcome: str = ""
+    failure: str = ""
 
     def mark(self, moment: str, now_s: float) -> None:
         """Books a moment; the first time counts."""
@@ -50,15 +57,30 @@ class Record:
 
 
 class Records:
-    """Records of open transfers, and of the last ones that ended."""
+    """Records of open transfers, and of the last ones that ended.
 
-    def __init__(self, max_ended: int = 1024, max_open: int = 65_536) -> None:
+    clock: reads the time whenever a moment is booked; a round of the thread takes milliseconds if it posts thousands of
+    runs. None: the time that the caller gives, which may be virtual.
+    """
+
+    def __init__(self, max_ended: int = 1024, max_open: int = 65_536, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock
         self._open: dict[RequestId, Record] = {}
         self._max_open = max_open
         self.ended: deque[Record] = deque(maxlen=max_ended)
 
     def __len__(self) -> int:
         return len(self._open)
+
+    def now(self, now_s: float) -> float:
+        """The time to book: the clock's, else the caller's."""
+        return now_s if self._clock is None else self._clock()
+
+    def mark(self, request_id: RequestId, moment: str, now_s: float, *, last: bool = False) -> None:
+        """Books a moment of an open transfer; the first time counts, or the last one."""
+        record = self._open.get(request_id)
+        if record is not None:
+            (record.mark_last if last else record.mark)(moment, self.now(now_s))
 
     def open(self, request_id: RequestId, transfer_id: str) -> Record:
         """The record of a request, made if there is none."""
@@ -72,10 +94,23 @@ class Records:
     def get(self, request_id: RequestId) -> Record | None:
         return self._open.get(request_id)
 
+    def fail(self, transfer_id: str, reason: str) -> None:
+        """Books why the open transfers of this id do not arrive."""
+        for record in self._open.values():
+            if record.transfer_id == transfer_id:
+                record.failure = reason
+
     def end(self, request_id: RequestId, outcome: str) -> Record | None:
-        """Closes a record and returns it; None if there was none."""
+        """Closes a record and returns it; None if there was none. A failure that was booked is its outcome."""
         record = self._open.pop(request_id, None)
         if record is not None:
-            record.outcome = outcome
+            record.outcome = f"failed: {record.failure}" if record.failure else outcome
             self.ended.append(record)
         return record
+
+    def take_ended(self) -> list[Record]:
+        """Those that have ended since the last call. Another thread may be adding."""
+        taken = []
+        while self.ended:
+            taken.append(self.ended.popleft())
+        return taken

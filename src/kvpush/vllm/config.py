@@ -18,6 +18,7 @@ from kvpush.transfer.quarantine import default_max_blocks
 DEFAULT_PORT = 14_600
 HOST_VARIABLE = "KVPUSH_SIDE_CHANNEL_HOST"
 PORT_VARIABLE = "KVPUSH_SIDE_CHANNEL_PORT"
+TRACE_VARIABLE = "KVPUSH_TRACE_FILE"
 
 # Private networks and this host. Whoever serves across public addresses says so.
 DEFAULT_ALLOWED = (
@@ -45,8 +46,9 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     of D's; what fails then leaves nothing in quarantine) or `auto`, whichever is faster. staging_bytes: memory for that
     on each device and for each role; default 512 MiB on GPUs, 64 MiB on the CPU. staging_slots: into how many slots D
     divides it; the first prefill rank that writes to D gets three quarters of them, the next one three quarters of the
-    rest, and so on; who finds none left writes directly, or, where D takes staged transfers only, fails them. timing:
-    the protocol's bounds; its fields stand beside the others in the configuration.
+    rest, and so on; who finds none left writes directly, or, where D takes staged transfers only, fails them.
+    trace_file: gets a line of JSON for each transfer that has ended; engines of one host may share it. timing: the
+    protocol's bounds; its fields stand beside the others in the configuration.
     """
 
     side_channel_host: str = "127.0.0.1"
@@ -65,6 +67,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: Path = "auto"
     staging_bytes: int | None = None
     staging_slots: int = 4
+    trace_file: str | None = None
     timing: Timing = Timing()
 
     def __post_init__(self) -> None:
@@ -96,6 +99,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"staging_slots must be 2 to {MAX_SLOTS}, got {self.staging_slots}")
         if self.quarantine_max_blocks is not None and self.quarantine_max_blocks < 0:
             raise ValueError(f"quarantine_max_blocks must be 0 (no limit) or more, got {self.quarantine_max_blocks}")
+        if self.trace_file is not None and not os.path.isabs(self.trace_file):
+            raise ValueError(f"trace_file must be an absolute path, got {self.trace_file!r}")
         AllowList(self.allowed_hosts)
 
     def max_quarantined(self, num_blocks: int) -> int:
@@ -111,13 +116,15 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse_options(extra: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Options:
-    """Options from `kv_connector_extra_config`; the environment gives host and port where it does not.
+    """Options from `kv_connector_extra_config`; the environment gives host, port and trace file where it does not.
 
     Raises ConfigError naming the key.
     """
     given = dict(extra)
     if HOST_VARIABLE in environment:
         given.setdefault("side_channel_host", environment[HOST_VARIABLE])
+    if environment.get(TRACE_VARIABLE):
+        given.setdefault("trace_file", environment[TRACE_VARIABLE])
     if PORT_VARIABLE in environment:
         try:
             given.setdefault("side_channel_port", int(environment[PORT_VARIABLE]))

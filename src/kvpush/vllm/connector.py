@@ -127,7 +127,7 @@ class KVPushConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         scheduler = self._at_scheduler()
         scheduler.on_news(getattr(connector_output, "kv_connector_worker_meta", None))
-        scheduler.on_reported(connector_output.finished_recving)
+        scheduler.on_reported(connector_output.finished_sending, connector_output.finished_recving)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))

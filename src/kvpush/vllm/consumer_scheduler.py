@@ -87,6 +87,10 @@ class ConsumerScheduler:
     def owns(self, request_id: str) -> bool:
         return request_id in self._loads
 
+    def transfer_id(self, request_id: str) -> TransferId:
+        """Of a request that is owned."""
+        return self._loads[RequestId(request_id)].params.transfer_id
+
     def matched_tokens(self, request_id: str, num_computed_tokens: int) -> tuple[int | None, bool]:
         """(tokens that P will bring, True), (0, False) for none, (None, False) for ask again.
 

@@ -115,6 +115,11 @@ class SchedulerHalves:
         """The request's KV comes, or came, from P."""
         return self._consumer.owns(request_id)
 
+    def transfer_id(self, request_id: str) -> str:
+        """Of a request that this engine produces or consumes."""
+        half = self._producer if self._producer.owns(request_id) else self._consumer
+        return half.transfer_id(request_id)
+
     def on_finished(self, request: Any, block_ids: BlockTable) -> bool:
         """Whether the blocks must stay until the workers have reported."""
         if self._consumer.owns(request.request_id):

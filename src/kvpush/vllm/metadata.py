@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvpush.transfer.commands import Command, Progress
 from kvpush.transfer.quarantine import Quarantine, Rank
+from kvpush.transfer.trace import RankTrace
 
 
 @dataclass
@@ -33,13 +34,17 @@ class RankMetadata(KVConnectorHandshakeMetadata):
 class RankNews(KVConnectorWorkerMetadata):
     """What workers tell the scheduler half after a step.
 
-    quarantines: of ranks where that has changed. failed: requests whose load has failed; reports follow.
+    quarantines: of ranks where that has changed. failed: requests whose load has failed; reports follow. traces: the
+    records of the requests that are reported in this step.
     """
 
     quarantines: dict[Rank, Quarantine] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
+    traces: list[RankTrace] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankNews:
         """The news of several ranks as one; each speaks of itself."""
         assert isinstance(other, RankNews)
-        return RankNews({**self.quarantines, **other.quarantines}, self.failed | other.failed)
+        return RankNews(
+            {**self.quarantines, **other.quarantines}, self.failed | other.failed, [*self.traces, *other.traces]
+        )

@@ -57,6 +57,10 @@ class ProducerScheduler:
     def owns(self, request_id: str) -> bool:
         return request_id in self._offered
 
+    def transfer_id(self, request_id: str) -> TransferId:
+        """Of a request that is owned."""
+        return self._offered[RequestId(request_id)].transfer_id
+
     def take_commands(self) -> list[Command]:
         commands, self._commands = self._commands, []
         return commands

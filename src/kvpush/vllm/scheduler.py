@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,8 +14,11 @@ import msgspec
 from kvpush.protocol.messages import VERSION
 from kvpush.transfer.commands import BlockTable
 from kvpush.transfer.sidechannel import RankInfo, SideChannelError, SideChannelServer, secret_from_environment
+from kvpush.transfer.trace import TraceSide, to_line
+from kvpush.transfer.tracebook import TraceBook
+from kvpush.transfer.tracefile import TraceFile
 from kvpush.vllm import compat
-from kvpush.vllm.config import Options
+from kvpush.vllm.config import ConfigError, Options
 from kvpush.vllm.halves import SchedulerHalves
 from kvpush.vllm.identity import check_cache, check_engine, engine_info
 from kvpush.vllm.metadata import RankMetadata, RankNews, StepMetadata
@@ -41,9 +46,12 @@ class PushScheduler:
         )
         self.counters = self._halves.counters
         self._num_ranks = self._engine.tp_size * self._engine.pp_size
+        self._book = TraceBook(self._engine.engine_id, self._engine.host_id)
+        self._trace_file = _open_trace_file(options.trace_file)
         self._side_channel = SideChannelServer(
-            options.side_channel_host, options.side_channel_port, self._engine, secret_from_environment()
-        )
+            options.side_channel_host, options.side_channel_port, self._engine, secret_from_environment(),
+            lambda count: [to_line(trace) for trace in self._book.last(count)],
+        )  # fmt: skip
         self._side_channel.start()
         release_after_s = options.timing.quarantine_release_after_s
         if release_after_s is not None:
@@ -75,6 +83,12 @@ class PushScheduler:
         Never raises: no hook can refuse a request, an exception here ends the engine.
         """
         self._halves.on_new_request(request)
+        request_id = request.request_id
+        produces = self._halves.produces(request_id)
+        if produces or self._halves.consumes(request_id):
+            side: TraceSide = "prefill" if produces else "decode"
+            transfer_id = self._halves.transfer_id(request_id)
+            self._book.arrived(request_id, transfer_id, side, request.num_prompt_tokens, time.monotonic())
 
     def matched_tokens(self, request_id: str, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._halves.matched_tokens(request_id, num_computed_tokens)
@@ -83,10 +97,14 @@ class PushScheduler:
         consumes = self._halves.consumes(request_id)
         table = tuple(tuple(group) for group in blocks.get_block_ids()) if consumes else ()
         self._halves.on_allocated(request_id, table, num_external_tokens)
+        if consumes:
+            self._book.allocated(request_id, num_external_tokens, time.monotonic())
 
     def build_metadata(self, output: Any) -> StepMetadata:
         """Everything that this step has to tell the workers."""
         before, after = self._halves.on_step(output)
+        self._book.step(output.num_scheduled_tokens, time.monotonic())
+        self._note_ended()
         return StepMetadata(before=before, after=after)
 
     @property
@@ -98,18 +116,24 @@ class PushScheduler:
         """What the workers have told with this step's output, if anything."""
         if not isinstance(news, RankNews):
             return
+        self._book.told(news.traces)
         self._halves.on_failed(news.failed)
         if self._halves.on_quarantines(news.quarantines):
             self._side_channel.set_trouble(self._halves.health.trouble)
 
-    def on_reported(self, received: set[str] | None) -> None:
+    def on_reported(self, sent: set[str] | None, received: set[str] | None) -> None:
+        """What every rank has reported with this step's output; `on_news` comes before."""
         self._halves.on_reported(received)
+        self._book.reported([*(sent or ()), *(received or ())], time.monotonic())
+        self._note_ended()  # there may be no further step for a long time
 
     def on_finished(self, request: Any, block_ids: BlockTable) -> tuple[bool, dict[str, Any] | None]:
         """Whether the blocks must stay, and what the client (a router) is told."""
         request_id = request.request_id
         produces, consumes = self._halves.produces(request_id), self._halves.consumes(request_id)
         if produces or consumes:
+            self._book.finished(request_id, time.monotonic())
+            self._note_ended()
             held = self._halves.on_finished(request, block_ids)
             return held, None if consumes else self._identity(request)
         params = request.kv_transfer_params
@@ -118,6 +142,13 @@ class PushScheduler:
 
     def close(self) -> None:
         self._side_channel.stop()
+        if self._trace_file is not None:
+            self._trace_file.close()
+
+    def _note_ended(self) -> None:
+        ended = self._book.take(time.time() - time.monotonic())
+        if self._trace_file is not None:
+            self._trace_file.write(ended)
 
     def _identity(self, request: Any) -> dict[str, Any]:
         """Who this engine is, in the keys that routers know; a decode engine can use it as its kv_transfer_params."""
@@ -136,3 +167,13 @@ class PushScheduler:
             "pp_size": self._engine.pp_size,
             "transfer_mode": "push",
         }
+
+
+def _open_trace_file(path: str | None) -> TraceFile | None:
+    """Raises ConfigError naming the option if the file cannot be opened."""
+    if path is None:
+        return None
+    try:
+        return TraceFile(Path(path))
+    except OSError as error:
+        raise ConfigError(f"trace_file: {error}") from None

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 import uuid
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -24,11 +26,13 @@ from kvpush.transfer.pieces import PathConfig
 from kvpush.transfer.proof import WriterProof
 from kvpush.transfer.prover import ProcessProver
 from kvpush.transfer.quarantine import Quarantine
+from kvpush.transfer.records import Record
 from kvpush.transfer.reports import Reports
 from kvpush.transfer.sidechannel import RankInfo, current_process, secret_from_environment
 from kvpush.transfer.sight import Sight
 from kvpush.transfer.sources import PASSED, Event
 from kvpush.transfer.thread import TransferThread
+from kvpush.transfer.trace import RankTrace
 from kvpush.transport.base import Region
 from kvpush.transport.nixl import NixlTransport
 from kvpush.vllm import compat
@@ -42,6 +46,9 @@ _log = logging.getLogger(__name__)
 
 GPU_NIXL_THREADS = 4
 """NIXL threads that post the runs of one write side by side; with thousands of runs four halve the time."""
+
+MAX_UNREPORTED = 1024
+"""Records that are kept until their request is reported; a few never are, because the engine has let go before."""
 
 
 class PushWorker:
@@ -63,6 +70,8 @@ class PushWorker:
         self._rank: RankInfo | None = None
         self._cuda = False
         self._quarantine = self._told = Quarantine()
+        self._records: OrderedDict[str, Record] = OrderedDict()
+        self._traces: list[RankTrace] = []
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Makes the caches reachable for peers and starts the transfer thread."""
@@ -102,6 +111,7 @@ class PushWorker:
             stream=options.stream,
             paths=PathConfig(options.path, CPU_COSTS if cache.device is None else GPU_COSTS, staging),
             quarantine_max_blocks=options.max_quarantined(self._kv_cache_config.num_blocks),
+            clock=time.monotonic,
         )
         mine = engine_info(self._vllm_config, self._kv_cache_config, incarnation=f"worker-{os.getpid()}")
         sight = Sight()
@@ -137,7 +147,8 @@ class PushWorker:
         failed, quarantine = self._reports.take_failures(), self._quarantine
         changed = {self._core.rank: quarantine} if self._core is not None and quarantine != self._told else {}
         self._told = quarantine
-        return RankNews(changed, failed) if changed or failed else None
+        traces, self._traces = self._traces, []
+        return RankNews(changed, failed, traces) if changed or failed or traces else None
 
     def handshake_metadata(self) -> RankMetadata | None:
         return None if self._rank is None else RankMetadata(msgspec.msgpack.encode(self._rank))
@@ -169,7 +180,10 @@ class PushWorker:
             # Behind the results: a release is never seen before its quarantine's end. And once for the whole step: a
             # version may drop what is told without reports, blocks or stats; with one of these it goes through.
             self._quarantine = self._core.quarantine
-        return self._reports.collect(finished_req_ids, results)
+        sent, received, failed = self._reports.collect(finished_req_ids, results)
+        if sent or received:
+            self._note(sent | received)
+        return sent, received, failed
 
     def take_invalid_blocks(self) -> set[int]:
         return self._reports.take_invalid_blocks()
@@ -185,6 +199,21 @@ class PushWorker:
             _log.warning("kvpush: with speculative decoding this engine sends no digests of what it pushes (integrity)")
             return 0.0
         return share
+
+    def _note(self, reported: Collection[str]) -> None:
+        """Completes the records of the requests that are reported now."""
+        core, rank = self._core, self._rank
+        if core is None:
+            return
+        now_s = time.monotonic()
+        self._records.update((str(record.request_id), record) for record in core.records.take_ended())
+        for request_id in reported:
+            record = self._records.pop(request_id, None)
+            if record is not None:
+                pp_rank, tp_rank, host = (rank.pp_rank, rank.tp_rank, rank.host_id) if rank is not None else (0, 0, "")
+                self._traces.append(RankTrace.of(record, pp_rank, tp_rank, host, now_s))
+        while len(self._records) > MAX_UNREPORTED:
+            self._records.popitem(last=False)
 
     def _record_event(self) -> Event:
         if not self._cuda:

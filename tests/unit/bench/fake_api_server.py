@@ -3,6 +3,7 @@
 A test copies it to where `python -m vllm.entrypoints.openai.api_server` finds it. FAKE_* variables make it fail:
 FAKE_DIE_AT_START names a role (producer or consumer) that exits at once; FAKE_DIE_AFTER=N ends the consumer at its
 N-th request; FAKE_LOSE=1 keeps the consumer from logging that it received anything; FAKE_STUBBORN=1 ignores SIGTERM.
+Where its configuration has a trace_file, it writes records as our connector does.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ import json
 import os
 import signal
 import sys
+import time
 
 from aiohttp import web
+
+from kvpush.transfer.sidechannel import host_id
+from kvpush.transfer.trace import RankTrace, TransferTrace, to_line
 
 
 class Server:
@@ -23,6 +28,24 @@ class Server:
         self.config = config
         self.requests = 0
         self.moved = 0
+
+    def trace(self, transfer_id: str, tokens: int) -> None:
+        extra = self.config.get("kv_connector_extra_config")
+        path = extra.get("trace_file") if isinstance(extra, dict) else None
+        if not path:
+            return
+        now_s, producer = time.monotonic(), self.role == "producer"
+        moments = (
+            ("computed", "matched", "last_write", "landed", "committed") if producer else ("commit_seen", "collected")
+        )
+        trace = TransferTrace(
+            transfer_id=transfer_id, request_id="r", side="prefill" if producer else "decode", engine_id=self.role,
+            host_id=host_id(), num_tokens=tokens, outcome="sent" if producer else "received",
+            times_s={} if producer else {"reported": now_s, "scheduled": now_s},
+            ranks=[RankTrace(request_id="r", host_id=host_id(), times_s=dict.fromkeys(moments, now_s))],
+        )  # fmt: skip
+        with open(path, "ab", buffering=0) as file:
+            file.write(to_line(trace))
 
     async def health(self, request: web.Request) -> web.Response:
         return web.Response()
@@ -40,6 +63,8 @@ class Server:
         tokens = len(body["prompt"])
         transfer = parameters.get("transfer_id")
         self.moved += 1
+        if transfer:
+            self.trace(transfer, tokens)
         if not body.get("stream"):
             if transfer:
                 print(

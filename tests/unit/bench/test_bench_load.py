@@ -114,7 +114,8 @@ def test_every_connector_meets_the_same_requests_at_the_same_times() -> None:
     fast, fast_prompts = with_deadline(lambda: through(0.0))
     slow, slow_prompts = with_deadline(lambda: through(0.05))
     assert [r.error for r in fast + slow] == [None] * 24
-    assert fast_prompts == slow_prompts
+    # Neighbours may overtake each other on their way through a busy machine.
+    assert sorted(fast_prompts) == sorted(slow_prompts)
     assert [r.scheduled_s for r in fast] == [r.scheduled_s for r in slow]
 
 

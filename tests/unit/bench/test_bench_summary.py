@@ -10,8 +10,10 @@ import msgspec
 import pytest
 from bench_fakes import cell, record, serve_raw, soak_raw, transfer_raw, write_json
 
-from kvpush.bench.raw import PlanRaw, PlanRow, Raw, RawError, SoakRequest, read_raw, write_raw
+from kvpush.bench.handoffs import HandoffRecord
+from kvpush.bench.raw import PlanRaw, PlanRow, Raw, RawError, Slo, SoakRequest, read_raw, write_raw
 from kvpush.bench.summary import main
+from kvpush.transfer.handoff import LEGS
 
 pytestmark = pytest.mark.unit
 
@@ -54,7 +56,29 @@ def test_serve_figures_have_the_agreed_names_units_and_sources(tmp_path: Path) -
         "command": "python -m kvpush.bench.serve --some",
         "date": "2026-01-02T03:04:05Z",
         "raw": "raw/a.json",
+        "machine": "2 x H200",
+        "versions": "vllm 0.26.0",
     }
+
+
+def test_repeats_give_their_median_and_their_range(tmp_path: Path) -> None:
+    cells = [cell([record(ttft_ms=value)], repeat=place) for place, value in enumerate((30.0, 10.0, 11.0))]
+    saved(tmp_path / "raw" / "a.json", serve_raw("kvpush-push", cells))
+    assert main(["--out", str(tmp_path)]) == 0
+    got = summary(tmp_path)["serve/0.6b/fresh/64/2/kvpush-push/ttft_mean_ms"]
+    assert (got["value"], got["low"], got["high"], got["repeats"]) == (11.0, 10.0, 30.0, 3)
+    assert "| 11.00 [10.00-30.00] |" in (tmp_path / "README.md").read_text()
+
+
+def test_legs_and_goodput_stand_in_the_table(tmp_path: Path) -> None:
+    told = [HandoffRecord(transfer_id="t", legs_ms=dict.fromkeys(LEGS, 2.0))]
+    raw = serve_raw("kvpush-push", [cell([record()], handoffs=told, wall_s=2.0)], slo=Slo(ttft_ms=50.0))
+    saved(tmp_path / "raw" / "a.json", raw)
+    assert main(["--out", str(tmp_path)]) == 0
+    assert summary(tmp_path)["serve/0.6b/fresh/64/2/kvpush-push/leg_write_p50_ms"]["value"] == 2.0
+    page = (tmp_path / "README.md").read_text()
+    assert "0.50 (TTFT at most 50 ms)" in page
+    assert f"| 2.00 / 2.00 | {2.0 * len(LEGS):.2f} / {2.0 * len(LEGS):.2f} |" in page
 
 
 def test_fractional_rates_are_written_as_on_the_command_line(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from sidechannel_cases import engine, patient, rank
 
 from kvpush.transfer.sidechannel.messages import (
+    MAX_TRACES,
     Challenge,
     EngineInfo,
     MalformedMessage,
@@ -14,6 +15,8 @@ from kvpush.transfer.sidechannel.messages import (
     RankInfo,
     RankQuery,
     Refusal,
+    TraceAnswer,
+    TraceQuery,
     WriterAnswer,
     WriterQuery,
     checked,
@@ -60,10 +63,12 @@ queries = st.one_of(
         challenge=st.binary(max_size=64),
     ),
     st.builds(WriterQuery, writer=processes, challenge=st.binary(max_size=64)),
+    st.builds(TraceQuery, count=st.integers(1, MAX_TRACES), challenge=st.binary(max_size=64)),
 )
 answers = st.one_of(
     st.builds(PeerAnswer, engine=engines, rank=rank_infos),
     st.builds(WriterAnswer, engine=engines, gone=st.booleans()),
+    st.builds(TraceAnswer, engine=engines, traces=st.lists(st.binary(max_size=40), max_size=4)),
     st.builds(Challenge, challenge=st.binary(max_size=64)),
     st.builds(Refusal, code=st.sampled_from(["unknown_rank", "not_ready", "bad_mac"]), message=texts),
 )

@@ -8,12 +8,15 @@ from test_sidechannel_messages import garbage, queries
 
 from kvpush.transfer.sidechannel.envelope import CHALLENGE_LIFETIME_S, MAGIC, OtherVersion, new_nonce, seal, unseal
 from kvpush.transfer.sidechannel.messages import (
+    MAX_ANSWER_BYTES,
     Answer,
     Challenge,
     PeerAnswer,
     Query,
     RankQuery,
     Refusal,
+    TraceAnswer,
+    TraceQuery,
     WriterAnswer,
     WriterQuery,
     decode_answer,
@@ -224,6 +227,21 @@ def test_whatever_arrives_is_counted_once_and_never_raises(frames, secret) -> No
         if answer is not None:
             decode_answer(unseal("answer", answer, secret)[1])
     assert peer.counters.internal == 0
+
+
+def test_the_newest_transfers_are_told_and_fit_into_an_answer() -> None:
+    lines = [bytes([n]) * 10_000 for n in range(200)] * 3
+    peer = Responder(engine(), None, lambda count: lines[-count:])
+    answer = ask(peer, TraceQuery(count=2))
+    assert answer == TraceAnswer(engine=engine(), traces=lines[-2:])
+    everything = ask(peer, TraceQuery(count=600))
+    assert isinstance(everything, TraceAnswer)
+    kept = len(everything.traces)
+    assert 100 < kept < 600
+    assert everything.traces == lines[-kept:]
+    assert len(encode(everything)) <= MAX_ANSWER_BYTES
+    assert peer.counters.traces == 2
+    assert ask(responder(), TraceQuery(count=5)) == TraceAnswer(engine=engine(), traces=[])
 
 
 def test_a_defect_of_ours_is_counted_and_logged_once(monkeypatch, caplog) -> None:

@@ -268,11 +268,20 @@ def test_what_happened_is_recorded() -> None:
     world.finish("P", sent)
     world.until(lambda: received.ended == ["Received"] and sent.ended == ["Sent"], 1)
     there = world["P"].core.records.ended[0]
-    moments = ["known", "prefilled", "first_write", "landed", "committed"]
+    moments = ["known", "matched", "computed", "first_write", "last_write", "landed", "committed"]
     assert [moment for moment in moments if moment not in there.times_s] == []
-    assert there.times_s["first_write"] <= there.times_s["landed"] <= there.times_s["committed"]
+    times = [there.times_s[moment] for moment in moments[2:]]
+    assert times == sorted(times)
+    assert "prefilled" in there.times_s
+    assert (there.num_tokens, there.outcome) == (8, "sent")
+    assert there.num_bytes > 0
+    assert there.num_writes > 0
     here = world["D"].core.records.ended[0]
-    assert here.times_s["registered"] < here.times_s["received"]
+    times = [here.times_s[moment] for moment in ("registered", "accepted", "commit_seen", "received")]
+    assert times == sorted(times)
+    assert there.times_s["matched"] <= here.times_s["accepted"]
+    assert there.times_s["committed"] <= here.times_s["commit_seen"]
+    assert here.times_s["registered"] <= there.times_s["matched"]
     assert (here.transfer_id, here.num_tokens, here.outcome) == ("t", 8, "received")
     assert len(world["P"].core.records) == len(world["D"].core.records) == 0
     assert failure(received) == ""

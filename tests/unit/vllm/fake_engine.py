@@ -254,6 +254,7 @@ class Engine:
             not self.scheduler.busy
             and not self._in_flight
             and half.idle
+            and not len(half._book)
             and all(
                 rank.core.idle and rank.worker._fence.idle and rank.worker._reports.idle and not rank.thread._commands
                 for rank in self.ranks

@@ -36,6 +36,13 @@ def test_the_environment_gives_host_and_port_unless_the_configuration_does() -> 
         parse_options({}, {"KVPUSH_SIDE_CHANNEL_PORT": "x"})
 
 
+def test_the_environment_names_a_trace_file_unless_the_configuration_does() -> None:
+    environment = {"KVPUSH_TRACE_FILE": "/t/env.jsonl"}
+    assert parse_options({}, environment).trace_file == "/t/env.jsonl"
+    assert parse_options({"trace_file": "/t/mine.jsonl"}, environment).trace_file == "/t/mine.jsonl"
+    assert parse_options({}, {"KVPUSH_TRACE_FILE": ""}).trace_file is None
+
+
 def test_an_unknown_key_is_named_with_those_that_exist() -> None:
     with pytest.raises(ConfigError, match=r"unknown key .side_chanel_port..*side_channel_port") as raised:
         parse_options({"side_chanel_port": 1}, {})
@@ -81,6 +88,8 @@ def test_an_unknown_key_is_named_with_those_that_exist() -> None:
         ("ping_interval_s", 10),
         ("announced_timeout_s", 1),
         ("tombstone_s", 1e9),
+        ("trace_file", "relative.jsonl"),
+        ("trace_file", 7),
     ],
 )
 def test_an_impossible_value_is_refused_by_the_name_of_its_key(key: str, value: object) -> None:

@@ -8,6 +8,7 @@ import time
 import typing
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,10 +26,12 @@ from kvpush.transfer import commands
 from kvpush.transfer.commands import Command, Fetch, Finish, Offer, Preempt, Progress
 from kvpush.transfer.counters import Counters
 from kvpush.transfer.quarantine import Quarantine
+from kvpush.transfer.records import Records
 from kvpush.transfer.results import LoadFailed, Released, Result, Sent
 from kvpush.transfer.sidechannel import RankInfo, SideChannelError, current_process
 from kvpush.transfer.sources import PASSED, Event
 from kvpush.transfer.thread import TransferThread
+from kvpush.transfer.trace import RankTrace, from_lines, read_traces
 from kvpush.vllm import compat, plugin
 from kvpush.vllm import scheduler as scheduler_module
 from kvpush.vllm.config import ConfigError
@@ -46,7 +49,8 @@ class SideChannel:
 
     last: SideChannel
 
-    def __init__(self, host: str, port: int, engine: Any, secret: bytes | None) -> None:
+    def __init__(self, host: str, port: int, engine: Any, secret: bytes | None, traces: Any = None) -> None:
+        self.traces = traces
         self.address, self.ranks, self.trouble, self.stopped = (host, port), [], "", False
         SideChannel.last = self
 
@@ -83,6 +87,7 @@ class Core:
         self.idle, self.writing, self.unpacking, self.rank = True, False, False, (0, 0)
         self.levels, self.quarantine = {"open_transfers": 0}, Quarantine()
         self.counters = Counters()
+        self.records = Records()
         self.commands: list[tuple[Command, Event]] = []
         self.answers: dict[str, list[Result]] = {}
         self.results: list[Result] = []
@@ -238,6 +243,43 @@ def test_a_decode_leg_until_it_is_received(scheduler: KVPushConnector) -> None:
     assert scheduler.request_finished(leg, [7, 8, 9]) == (False, None)
 
 
+def test_every_transfer_leaves_a_record(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    scheduler = _connector(KVConnectorRole.SCHEDULER, trace_file=str(path))
+    given, taken = request("p", 10, produce("t")), request("d", 10, consume("u"))
+    scheduler.on_new_request(given)
+    scheduler.on_new_request(taken)
+    scheduler.update_state_after_alloc(taken, SimpleNamespace(get_block_ids=lambda: ([7, 8, 9],)), 9)
+    scheduler.build_connector_meta(output(new={"p": ([1, 2, 3], 0, 10)}))
+    given.status = Status.FINISHED_LENGTH_CAPPED
+    scheduler.request_finished_all_groups(given, ([1, 2, 3],))
+    assert read_traces(path) == []
+    ends = (("p", "sent"), ("d", "received"))
+    ranks = [RankTrace(request_id=name, host_id="h", times_s={}, outcome=end) for name, end in ends]
+    told = RankNews(traces=ranks[:1]).aggregate(RankNews(traces=ranks[1:]))
+    scheduler.update_connector_output(
+        SimpleNamespace(finished_sending={"p"}, finished_recving={"d"}, kv_connector_worker_meta=told)
+    )
+    # P may do nothing for hours now: its record is there already.
+    [sent] = read_traces(path)
+    assert (sent.transfer_id, sent.side, sent.outcome, sent.num_tokens) == ("t", "prefill", "sent", 10)
+    assert set(sent.times_s) == {"arrived", "scheduled", "finished", "reported"}
+    scheduler.build_connector_meta(output(new={"d": ([7, 8, 9], 9, 1)}))
+    [_, received] = read_traces(path)
+    assert (received.transfer_id, received.outcome, received.ranks) == ("u", "received", ranks[1:])
+    assert set(received.times_s) == {"arrived", "allocated", "reported", "scheduled"}
+    assert abs(received.times_s["scheduled"] + received.unix_offset_s - time.time()) < 60
+    # The side channel gives the same.
+    assert list(from_lines(SideChannel.last.traces(5), "side channel")) == [sent, received]
+    assert list(from_lines(SideChannel.last.traces(1), "side channel")) == [received]
+    scheduler.shutdown()
+
+
+def test_a_trace_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trace_file: .*Is a directory"):
+        _connector(KVConnectorRole.SCHEDULER, trace_file=str(tmp_path))
+
+
 def test_a_router_may_ask_who_an_engine_is(scheduler: KVPushConnector) -> None:
     probe = request("r", 3, {"kvpush_probe": True})
     scheduler.on_new_request(probe)
@@ -307,6 +349,26 @@ def test_results_are_reported_once_through_either_hook(worker: KVPushConnector, 
     assert worker.get_block_ids_with_load_errors() == {7, 8, 9}
     assert worker.get_finished({"d"}) == (None, None)
     assert worker.get_block_ids_with_load_errors() == set()
+
+
+def test_ranks_tell_what_they_know_of_what_they_report(worker: KVPushConnector, core: Core) -> None:
+    other = RequestId("o")
+    for request_id in (R, other):
+        core.records.open(request_id, "t").mark("landed", 4.0)
+        core.records.end(request_id, "sent")
+    core.answers = {"r": [Sent(R)]}
+    _step(worker, [Offer(R, TransferId("t"), identity_of(request("r")), 1)])
+    _until(lambda: len(core.commands) == 1)
+    time.sleep(0.02)
+    assert worker.build_connector_worker_meta() is None
+    assert worker.get_finished({"r"}) == ({"r"}, None)
+    told = worker.build_connector_worker_meta()
+    assert told is not None
+    [trace] = told.traces
+    assert (trace.request_id, trace.outcome, trace.times_s["landed"]) == ("r", "sent", 4.0)
+    assert trace.times_s["collected"] <= time.monotonic()
+    assert pickle.loads(pickle.dumps(told)) == told  # it travels between processes
+    assert worker.build_connector_worker_meta() is None
 
 
 def test_a_preemption_waits_at_the_fence_but_not_for_long(core: Core) -> None:

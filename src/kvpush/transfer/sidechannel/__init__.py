@@ -3,7 +3,7 @@
 The scheduler process of each engine runs one `SideChannelServer`; workers of the peer engine ask it with `query_peer`.
 """
 
-from kvpush.transfer.sidechannel.client import query_peer, query_writer
+from kvpush.transfer.sidechannel.client import query_peer, query_traces, query_writer
 from kvpush.transfer.sidechannel.compatibility import UNKNOWN, check_compatible
 from kvpush.transfer.sidechannel.counters import SideChannelCounters
 from kvpush.transfer.sidechannel.envelope import SECRET_VARIABLE, secret_from_environment
@@ -43,6 +43,7 @@ __all__ = [
     "host_id",
     "process_gone",
     "query_peer",
+    "query_traces",
     "query_writer",
     "rebooted",
     "secret_from_environment",

@@ -16,6 +16,8 @@ from kvpush.transfer.sidechannel.messages import (
     Query,
     RankQuery,
     Refusal,
+    TraceAnswer,
+    TraceQuery,
     WriterAnswer,
     WriterQuery,
     checked,
@@ -82,9 +84,19 @@ def query_writer(host: str, port: int, writer: ProcessIdentity, secret: bytes | 
     return answer
 
 
+def query_traces(host: str, port: int, count: int, secret: bytes | None, timeout_s: float) -> TraceAnswer:
+    """Asks the engine at host:port for its newest transfer records. Deadline and errors as in `query_peer`."""
+    where = address_text(host, port)
+    checked(TraceQuery(count=count))
+    answer = _ask(host, port, where, lambda challenge: TraceQuery(count=count, challenge=challenge), secret, timeout_s)
+    if not isinstance(answer, TraceAnswer):
+        raise HandshakeError("malformed", f"{where}: the answer is to another question")
+    return answer
+
+
 def _ask(
     host: str, port: int, where: str, query: Callable[[bytes], Query], secret: bytes | None, timeout_s: float
-) -> PeerAnswer | WriterAnswer:
+) -> PeerAnswer | WriterAnswer | TraceAnswer:
     """Tries the addresses of the host in turn; each has an equal share of the time that is left."""
     if not (math.isfinite(timeout_s) and timeout_s > 0):
         raise ValueError(f"timeout_s must be a positive number of seconds, got {timeout_s}")
@@ -112,7 +124,7 @@ def _ask(
 
 def _converse(
     address: str, port: int, where: str, query: Callable[[bytes], Query], secret: bytes | None, deadline_s: float
-) -> PeerAnswer | WriterAnswer:
+) -> PeerAnswer | WriterAnswer | TraceAnswer:
     """Asks until there is an answer that is final; waits for ranks that are not ready.
 
     Each time over a new connection: hundreds of workers that wait for one engine must not hold it up meanwhile.
@@ -140,7 +152,7 @@ def _converse(
 
 def _answered(
     connection: Connection, where: str, query: Callable[[bytes], Query]
-) -> PeerAnswer | WriterAnswer | Refusal:
+) -> PeerAnswer | WriterAnswer | TraceAnswer | Refusal:
     """Asks, and asks again with the challenge if the peer wants one."""
     challenge = b""
     for _ in range(1 + _MAX_CHALLENGES):

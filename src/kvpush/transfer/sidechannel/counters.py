@@ -13,7 +13,7 @@ class SideChannelCounters:
 
     Messages:
 
-    answered, proofs: questions answered with what was asked for.
+    answered, proofs, traces: questions answered with what was asked for.
     challenged: authenticated questions that first needed a fresh challenge (once per connection with a secret).
     not_ready, unknown_rank, wrong_engine, bad_mac, bad_request, version: questions answered with that error.
     dropped: what is no question at all (wrong magic, too long, or not whole when its connection or its time ended). It
@@ -29,6 +29,7 @@ class SideChannelCounters:
 
     answered: int = 0
     proofs: int = 0
+    traces: int = 0
     challenged: int = 0
     not_ready: int = 0
     unknown_rank: int = 0

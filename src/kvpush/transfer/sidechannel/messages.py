@@ -1,8 +1,8 @@
-"""What the side channel says: two questions, and the answers to them.
+"""What the side channel says: three questions, and the answers to them.
 
 `RankQuery` asks for one rank, so that an answer stays small however many ranks an engine has. `WriterQuery` asks
-whether a process of that machine is gone. Unknown fields are ignored, so that an engine of another version can at least
-be told apart; unknown questions are errors.
+whether a process of that machine is gone. `TraceQuery` asks for the last transfers, for people to look at. Unknown
+fields are ignored, so that an engine of another version can at least be told apart; unknown questions are errors.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from kvpush.transfer.sidechannel.process import ProcessIdentity
 
 MAX_QUERY_BYTES = 4 * 1024
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
+MAX_TRACES = 1024
 _MAX_METADATA_BYTES = MAX_ANSWER_BYTES - 64 * 1024
 
 Mode = Literal["push", "pull"]
@@ -90,6 +91,13 @@ class WriterQuery(msgspec.Struct, frozen=True, kw_only=True, tag="writer"):
     challenge: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
 
 
+class TraceQuery(msgspec.Struct, frozen=True, kw_only=True, tag="traces"):
+    """Asks for the newest transfer records, at most `count`."""
+
+    count: Annotated[int, msgspec.Meta(ge=1, le=MAX_TRACES)]
+    challenge: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
+
+
 class PeerAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="rank"):
     """The engine, and the rank that was asked for."""
 
@@ -102,6 +110,16 @@ class WriterAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="writer"):
 
     engine: EngineInfo
     gone: bool
+
+
+class TraceAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="traces"):
+    """Transfers that have ended, oldest first; each a line of JSON (see `kvpush.transfer.trace`), opaque here.
+
+    Fewer than asked for if there are no more, or they would be too long.
+    """
+
+    engine: EngineInfo
+    traces: Annotated[list[Blob], msgspec.Meta(max_length=MAX_TRACES)]
 
 
 class Challenge(msgspec.Struct, frozen=True, kw_only=True, tag="challenge"):
@@ -117,8 +135,8 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="error"):
     message: Text
 
 
-Query = RankQuery | WriterQuery
-Answer = PeerAnswer | WriterAnswer | Challenge | Refusal
+Query = RankQuery | WriterQuery | TraceQuery
+Answer = PeerAnswer | WriterAnswer | TraceAnswer | Challenge | Refusal
 
 _ENCODER = msgspec.msgpack.Encoder()
 _QUERIES: msgspec.msgpack.Decoder[Query] = msgspec.msgpack.Decoder(Query)

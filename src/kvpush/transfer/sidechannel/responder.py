@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -31,6 +31,8 @@ from kvpush.transfer.sidechannel.messages import (
     RankInfo,
     RankQuery,
     Refusal,
+    TraceAnswer,
+    TraceQuery,
     WriterAnswer,
     WriterQuery,
     checked,
@@ -50,11 +52,18 @@ class Responder:
 
     `answer` is for one thread; `set_ranks` and `set_trouble` may be called from one other; an answer sees what was set
     before or after.
+    traces: gives the newest so many transfer records, oldest first, encoded; called in the thread that answers.
     Raises ValueError naming the field if the engine's own description is out of bounds.
     """
 
-    def __init__(self, engine: EngineInfo, secret: bytes | None) -> None:
+    def __init__(
+        self,
+        engine: EngineInfo,
+        secret: bytes | None,
+        traces: Callable[[int], Sequence[bytes]] = lambda _count: (),
+    ) -> None:
         self.engine = checked(engine)
+        self._traces = traces
         self.counters = SideChannelCounters()
         self._secret = secret
         self._challenges = Challenges()
@@ -141,6 +150,8 @@ class Responder:
         if isinstance(query, WriterQuery):
             self.counters.proofs += 1
             return self._seal(nonce, encode(WriterAnswer(engine=self.engine, gone=process_gone(query.writer))))
+        if isinstance(query, TraceQuery):
+            return self._answer_traces(nonce, query)
         return self._answer_rank(nonce, query)
 
     def _answer_rank(self, nonce: bytes, query: RankQuery) -> tuple[bytes, bytes]:
@@ -156,6 +167,15 @@ class Responder:
             return self._refuse(nonce, "not_ready", f"{rank} has not registered its memory yet")
         self.counters.answered += 1
         return self._seal(nonce, answer)
+
+    def _answer_traces(self, nonce: bytes, query: TraceQuery) -> tuple[bytes, bytes]:
+        traces = list(self._traces(query.count))
+        payload = encode(TraceAnswer(engine=self.engine, traces=traces))
+        while len(payload) > MAX_ANSWER_BYTES:
+            traces = traces[len(traces) // 2 + 1 :]
+            payload = encode(TraceAnswer(engine=self.engine, traces=traces))
+        self.counters.traces += 1
+        return self._seal(nonce, payload)
 
     def _exists(self, pp_rank: int, tp_rank: int) -> bool:
         return 0 <= pp_rank < self.engine.pp_size and 0 <= tp_rank < self.engine.tp_size

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvpush.transfer.addresses import address_text, numeric_addresses
 from kvpush.transfer.sidechannel.counters import SideChannelCounters
@@ -28,16 +28,23 @@ _RESOLVE_TIMEOUT_S = 5.0
 class SideChannelServer:
     """Answers the handshakes of peers for one engine, in a thread of its own, from `start` to `stop`.
 
-    host: what to bind, a name or an IPv4 or IPv6 address. port: 0 takes a free one.
+    host: what to bind, a name or an IPv4 or IPv6 address. port: 0 takes a free one. traces: see `Responder`.
     Raises ValueError if `engine` is out of bounds or the port is none.
     """
 
-    def __init__(self, host: str, port: int, engine: EngineInfo, secret: bytes | None) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        engine: EngineInfo,
+        secret: bytes | None,
+        traces: Callable[[int], Sequence[bytes]] = lambda _count: (),
+    ) -> None:
         if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
             raise ValueError(f"{PORT_OPTION} must be 0 to 65535, got {port!r}")
         self.host = host
         self._port = port
-        self._responder = Responder(engine, secret)
+        self._responder = Responder(engine, secret, traces)
         self._secured = secret is not None
         self._thread: threading.Thread | None = None
         self._wake: int | None = None
