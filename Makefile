@@ -43,7 +43,7 @@ doctor: install
 # What was measured is kept if something goes wrong; ARGS=--resume goes on.
 bench: install
 	@$(BIN)/kvpush bench serve --preset $(PRESET) --out bench/results/raw $(ARGS)
-	@$(BIN)/kvpush bench summary >/dev/null && $(BIN)/kvpush bench figures && $(BIN)/kvpush bench results
+	@$(BIN)/kvpush bench summary >/dev/null && $(BIN)/kvpush bench figures
 
 # --foreground is not given: on a timeout every process of the run gets the signal.
 test: install

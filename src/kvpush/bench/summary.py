@@ -3,6 +3,8 @@
     kvpush bench summary                       all files of bench/results/raw
     kvpush bench summary RAW... --out DIR      these; summary.json and README.md go to DIR
 
+Without arguments it also writes the pages that are made from summary.json (`kvpush bench results`).
+
 No figure comes from anywhere else. Where several raw files hold the same figure, the newest measurement counts.
 Exit status: 0, or 1 if a raw file cannot be used; then nothing is written.
 """
@@ -22,6 +24,7 @@ from kvpush.bench.raw import POOLS, CellResult, PlanRaw, Raw, RawError, ServeRaw
 from kvpush.bench.repeats import complete_cells, spreads, unit_of
 from kvpush.bench.report import machine_and_versions, markdown
 
+DEFAULT_OUT = Path("bench/results")
 SERVE_SHAPES = ("0.6b", "8b", "32b", "smollm2")
 PLAN_CASES = ("contiguous", "descending", "aged", "random")
 TRANSFER_DEVICES = ("h200", "cpu")
@@ -205,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(prog="kvpush bench summary", description="Raw files to figures.")
     parser.add_argument("raw", nargs="*", type=Path, help="raw files or folders (default: OUT/raw)")
-    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="default: bench/results")
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="default: bench/results")
     args = parser.parse_args(argv)
     try:
         given = args.raw or [args.out / "raw"]
@@ -221,6 +224,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     (args.out / "summary.json").write_bytes(text)
     (args.out / "README.md").write_text(table)
     print(table)
+    if not args.raw and args.out == DEFAULT_OUT:
+        # Here, because that module reads what this one writes.
+        from kvpush.bench import results
+
+        results.main([])
     print(f"{len(merged)} figures from {len(paths)} raw files in {args.out / 'summary.json'}")
     return 0
 
