@@ -43,7 +43,8 @@ class Packer(Protocol):
         """Copies blocks to the byte address `address`; the event passes when len(blocks) * block_bytes stand there.
 
         Blocks may repeat. Raises ValueError, with nothing launched, for a block that the cache does not have or if the
-        bytes would not lie inside memory that the packer's owner gave it. PackingError if the launch failed.
+        bytes would not lie inside memory that the packer's owner gave it. A kernel asks for addresses that are
+        multiples of 16 (ValueError); slots of whole blocks are. PackingError if the launch failed.
         """
         ...
 
@@ -59,8 +60,8 @@ class PeerCache(Protocol):
         """Stores blocks[i] of this rank's cache into peer_blocks[i] of the peer's, all bases in one launch.
 
         Once launched it ends by itself: the passed event proves that nothing is written any more. Raises ValueError,
-        with nothing launched, for blocks that one of the caches does not have, for lists of different length, or for a
-        target that comes twice. PackingError if the launch failed.
+        with nothing launched, for blocks that one of the caches does not have, for lists of different length or longer
+        than the smaller cache, or for a target that comes twice. PackingError if the launch failed.
         """
         ...
 

@@ -10,7 +10,8 @@ from kvpush.transfer.packing.base import PackingError
 class StagingBuffer:
     """Memory of one device, allocated once and kept. Its owner divides it; packers only check that they stay inside.
 
-    num_bytes: at least 1. device: CUDA ordinal, or None for host memory. The address is a multiple of 64.
+    num_bytes: at least 1. device: CUDA ordinal, or None for host memory. The address is a multiple of 64. bytes, words:
+    the memory as uint8 and, up to the last whole one, as int64.
 
     Raises PackingError if the memory cannot be had.
     """
@@ -26,6 +27,7 @@ class StagingBuffer:
                 self.bytes.zero_()  # pages that do not exist are missed now, not in the first transfer
         except (RuntimeError, AssertionError) as error:  # out of memory; torch without CUDA raises the second
             raise PackingError(f"no staging buffer: {num_bytes} bytes of {place} cannot be had: {error}") from error
+        self.words = self.bytes[: num_bytes // 8 * 8].view(torch.int64)
         self.address = self.bytes.data_ptr()
         self.num_bytes = num_bytes
         self.device = device

@@ -7,14 +7,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvpush.plan.geometry import CacheGeometry
-from kvpush.transfer.packing.base import Packer
-
-_log = logging.getLogger(__name__)
+from kvpush.transfer.packing.base import Packer, PackingError
 
 if TYPE_CHECKING:
     import torch
 
     from kvpush.transfer.packing.buffer import StagingBuffer
+
+_log = logging.getLogger(__name__)
+
+NUM_PROGRAMS = 64
+"""Multiprocessors that a copy may take at once: enough to keep memory busy, few enough to leave the engine its own."""
 
 
 def make_buffer(num_bytes: int, device: int | None) -> StagingBuffer:
@@ -24,22 +27,29 @@ def make_buffer(num_bytes: int, device: int | None) -> StagingBuffer:
     return StagingBuffer(num_bytes, device)
 
 
-def make_packer(geometry: CacheGeometry, layers: Sequence[torch.Tensor], buffers: Sequence[StagingBuffer]) -> Packer:
-    """The fastest packer for this cache.
+def make_packer(
+    geometry: CacheGeometry,
+    layers: Sequence[torch.Tensor],
+    buffers: Sequence[StagingBuffer],
+    num_programs: int = NUM_PROGRAMS,
+) -> Packer:
+    """The fastest packer for this cache; on a GPU without one for it, torch's, which is said once in the log.
 
     layers: the tensors behind `geometry.bases`, in that order. buffers: all memory that packed bytes may lie in.
-    Raises ValueError if they do not belong together.
+    num_programs: see NUM_PROGRAMS. Raises ValueError if they do not belong together.
     """
-    from kvpush.transfer.packing.torch_packer import TorchPacker
-
     if geometry.device is None:
-        return TorchPacker(geometry, layers, buffers)
+        from kvpush.transfer.packing.host_packer import HostPacker
+
+        return HostPacker(geometry, layers, buffers)
     try:
+        from kvpush.transfer.packing.copy_kernel import LaunchShape
         from kvpush.transfer.packing.triton_packer import TritonPacker
 
-        return TritonPacker(geometry, layers, buffers)
-    except (ImportError, ValueError) as error:
-        from kvpush.transfer.packing.streams import low_priority_stream
+        return TritonPacker(geometry, layers, buffers, LaunchShape(num_programs))
+    except (ImportError, PackingError) as error:
+        _log.warning("kvpush: blocks are packed by torch, several times slower than by a kernel: %s", error)
+    from kvpush.transfer.packing.streams import low_priority_stream
+    from kvpush.transfer.packing.torch_packer import TorchPacker
 
-        _log.info("kvpush: blocks are packed by torch: %s", error)
-        return TorchPacker(geometry, layers, buffers, low_priority_stream(geometry.device))
+    return TorchPacker(geometry, layers, buffers, low_priority_stream(geometry.device))

@@ -1,8 +1,7 @@
-"""Packing with torch alone: any device, any layout. On the CPU as fast as memory; on a GPU the fallback."""
+"""Packing with torch alone: any device, any layout. What GPUs fall back to."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 
@@ -13,14 +12,13 @@ import torch
 from kvpush.plan.geometry import CacheGeometry
 from kvpush.transfer.packing.base import BlockCheck
 from kvpush.transfer.packing.buffer import StagingBuffer, holder
+from kvpush.transfer.packing.layers import WORDS, check_parts, page_view, word_bytes
 from kvpush.transfer.packing.pages import PageLayout
 from kvpush.transfer.sources import PASSED, Event
 
-_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-
 
 class TorchPacker:
-    """One `index_select` or indexed store per base.
+    """One `index_select` or `index_copy_` per base.
 
     layers: the tensors behind `geometry.bases`, in that order; any dtype, only their memory is used. buffers: where
     packed bytes may lie. stream: where copies are launched (CUDA); without it, the current one.
@@ -43,8 +41,7 @@ class TorchPacker:
         self._device = geometry.device
         self._stream = stream
         # Wide elements make a copy on the GPU several times faster; an odd address needs single bytes.
-        starts = [layer.untyped_storage().data_ptr() for layer in layers] + [buffer.address for buffer in buffers]
-        self._word = math.gcd(8, self._layout.alignment, *starts)
+        self._word = word_bytes(self._layout, layers, buffers)
         self._pages = {
             word: [page_view(geometry, self._layout, layer, word) for layer in layers] for word in {self._word, 1}
         }
@@ -68,10 +65,7 @@ class TorchPacker:
         with self._launching():
             index = self._index(blocks)
             for base, target in enumerate(pages):
-                if self._device is None:
-                    store(target, blocks, packed[base])
-                else:
-                    target.index_copy_(0, index, packed[base])
+                target.index_copy_(0, index, packed[base])
             return self._event()
 
     def _sides(self, address: int, count: int) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -80,7 +74,7 @@ class TorchPacker:
         packed = holder(self._buffers, address, length).view(address, length)
         word = self._word if address % self._word == 0 else 1
         pages = self._pages[word]
-        return pages, packed.view(_WORDS[word]).view(len(pages), count, *pages[0].shape[1:])
+        return pages, packed.view(WORDS[word]).view(len(pages), count, *pages[0].shape[1:])
 
     def _index(self, blocks: npt.NDArray[np.int64]) -> torch.Tensor:
         index = torch.from_numpy(blocks.copy())  # a copy: torch takes no read-only array
@@ -93,43 +87,5 @@ class TorchPacker:
         if self._device is None:
             return PASSED
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(self._stream or torch.cuda.current_stream(self._device))
         return event
-
-
-def check_parts(geometry: CacheGeometry, layers: Sequence[torch.Tensor], buffers: Sequence[StagingBuffer]) -> None:
-    """Raises ValueError unless the layers are those of the geometry and all memory is on its device."""
-    if tuple(layer.data_ptr() for layer in layers) != geometry.bases:
-        raise ValueError(f"the {len(layers)} layers are not the {len(geometry.bases)} bases of the geometry")
-    for layer in layers:
-        device = layer.device.index if layer.is_cuda else None
-        if device != geometry.device:
-            raise ValueError(f"a layer is on {layer.device}, the geometry says {geometry.device}")
-    for buffer in buffers:
-        if buffer.device != geometry.device:
-            raise ValueError(f"a staging buffer is on device {buffer.device}, the cache on {geometry.device}")
-
-
-def page_view(geometry: CacheGeometry, layout: PageLayout, layer: torch.Tensor, word: int) -> torch.Tensor:
-    """A layer's memory as [blocks, page] of elements of `word` bytes, or [blocks, head, token, content] if strided.
-
-    Made from the storage: it may be written where the layer itself must not (tensors made for inference), and no dtype
-    stands in the way.
-    """
-    storage = layer.untyped_storage()
-    start = layer.data_ptr() - storage.data_ptr()
-    if start + geometry.extent_bytes > storage.nbytes():
-        raise ValueError(f"a layer of {storage.nbytes()} bytes is smaller than the geometry says")
-    strides: tuple[int, ...] = (layout.block_stride, layout.head_stride, layout.token_stride, word)
-    sizes: tuple[int, ...] = (geometry.num_blocks, layout.num_heads, layout.block_size, layout.content_bytes // word)
-    if layout.contiguous:
-        sizes, strides = (geometry.num_blocks, layout.page_bytes // word), (layout.block_stride, word)
-    view = torch.empty(0, dtype=_WORDS[word], device=layer.device)
-    return view.set_(storage, start // word, sizes, tuple(stride // word for stride in strides))
-
-
-def store(target: torch.Tensor, blocks: npt.NDArray[np.int64], packed: torch.Tensor) -> None:
-    """target[blocks] = packed, on the CPU."""
-    # numpy copies page by page and without the interpreter lock; torch's indexed stores go element by element, at half
-    # the speed.
-    target.numpy()[blocks] = packed.numpy()
