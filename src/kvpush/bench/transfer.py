@@ -30,7 +30,8 @@ from kvpush.bench.transfer_side import CacheShape, Introduction, Timing, serve
 # regions x KiB of a page -> shape; the first is vLLM's own layout, the second has K and V apart.
 GEOMETRIES = {"36x64": (36, 65_536), "72x32": (72, 32_768)}
 BLOCK_SIZE = 16
-PATHS = ("direct", "staged", "auto")
+PATHS = ("direct", "staged", "peer", "auto")
+DEFAULT_PATHS = {"cpu": "direct,staged,auto", "cuda": "direct,staged,peer,auto"}
 DEFAULT_TOKENS = {"cpu": "128,1024,4096", "cuda": "1024,4096,16000"}
 # Blocks of a 0.8 share of an H200 with 2.25 MiB a block; a smaller pool ages faster than a real one.
 CUDA_POOL_BLOCKS = 43_000
@@ -212,7 +213,7 @@ def parser() -> argparse.ArgumentParser:
     add("--device", required=True, choices=("cpu", "cuda"))
     add("--tokens", help="comma-separated, whole blocks of 16 (default: 128,1024,4096 or, on cuda, 1024,4096,16000)")
     add("--tables", default="contiguous,aged,random", help="comma-separated block tables")
-    add("--paths", default="direct,staged,auto", help="comma-separated ways to transfer")
+    add("--paths", help="comma-separated: direct, staged, peer (cuda), auto (default: all of them)")
     add("--staging-mib", type=int, default=0, help="staging memory of each side (default 512 on cuda, else 64)")
     add("--geometry", default="36x64", choices=sorted(GEOMETRIES), help="regions x page size in KiB (default 36x64)")
     add("--runs", type=int, default=5, help="verified writes per row (default 5)")
@@ -245,10 +246,12 @@ def _checked(args: argparse.Namespace) -> tuple[list[int], list[str], list[str],
     for kind in kinds:
         if kind not in TABLES:
             raise ValueError(f"--tables: unknown {kind!r}; known: {', '.join(TABLES)}")
-    paths = args.paths.split(",")
+    paths = (args.paths or DEFAULT_PATHS[args.device]).split(",")
     for path in paths:
         if path not in PATHS:
             raise ValueError(f"--paths: unknown {path!r}; known: {', '.join(PATHS)}")
+        if path == "peer" and args.device == "cpu":
+            raise ValueError("--paths: peer needs --device cuda")
     for tokens in lengths:
         if tokens < BLOCK_SIZE or tokens % BLOCK_SIZE:
             raise ValueError(f"--tokens: {tokens} is not a multiple of {BLOCK_SIZE}")

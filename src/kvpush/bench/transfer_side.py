@@ -20,6 +20,8 @@ from kvpush.bench.staged_side import StagedSide
 from kvpush.bench.tables import Blocks
 from kvpush.plan.geometry import CacheGeometry
 from kvpush.plan.runs import Runs, plan_runs
+from kvpush.transfer.packing.base import PeerCache
+from kvpush.transfer.packing.peer import PeerRegion, export_regions, open_peer
 from kvpush.transfer.staging import StagingArea
 from kvpush.transport.base import Region
 from kvpush.transport.nixl import NixlTransport
@@ -64,6 +66,7 @@ class Introduction:
     geometry: CacheGeometry
     single_address: int
     area: StagingArea
+    peer: tuple[PeerRegion, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,7 @@ class Side:
             device,
         )
         self.staged = StagedSide(role, self.transport, self.geometry, self.cache, staging_bytes)
+        self.mapped: PeerCache | None = None
         self.peer = ""
         self.other: Introduction | None = None
 
@@ -114,7 +118,10 @@ class Side:
         return head * self.shape.kv_heads, head, token, 1
 
     def introduce(self) -> Introduction:
-        return Introduction(self.transport.metadata(), self.geometry, self.single.data_ptr(), self.staged.area)
+        peer: tuple[PeerRegion, ...] = ()
+        if self.device is not None:
+            peer = tuple(export_regions([Region(each.data_ptr(), each.nbytes, self.device) for each in self.cache]))
+        return Introduction(self.transport.metadata(), self.geometry, self.single.data_ptr(), self.staged.area, peer)
 
     def connect(self, other: Introduction) -> None:
         self.peer = self.transport.connect(other.metadata)
@@ -165,6 +172,8 @@ class Side:
         began_s = time.monotonic()
         if tables is None:
             runs = Runs.of((self.single.data_ptr(), self.other.single_address, self.single.nbytes))
+        elif path == "peer" or (path == "auto" and self.other.peer):
+            return self._store(tables, message)
         elif path == "staged":
             return self._stage(tables[0], began_s, began_s)
         else:
@@ -186,6 +195,27 @@ class Side:
             runs=len(runs),
             bytes=runs.num_bytes,
             path="direct",
+        )
+
+    def _store(self, tables: tuple[Blocks, Blocks], message: bytes) -> Timing:
+        """Source: one kernel stores into the target's cache, which is mapped at the first time."""
+        assert self.other is not None
+        if self.mapped is None:
+            self.mapped = open_peer(self.geometry, self.cache, self.other.geometry, self.other.peer)
+        began_s = time.monotonic()
+        event = self.mapped.copy(*tables)
+        posted_s = time.monotonic()
+        while not event.query():
+            time.sleep(POLL_S)
+        self.transport.notify(self.peer, message)
+        return Timing(
+            plan_s=0.0,
+            post_s=posted_s - began_s,
+            done_s=time.monotonic() - began_s,
+            started_s=began_s,
+            runs=1,
+            bytes=len(tables[0]) * self.shape.block_bytes,
+            path="peer",
         )
 
     def _stage(self, blocks: Blocks, began_s: float, planned_s: float) -> Timing:
@@ -245,6 +275,8 @@ class Side:
         return None
 
     def close(self) -> None:
+        if self.mapped is not None:
+            self.mapped.close()
         self.transport.close()
 
 

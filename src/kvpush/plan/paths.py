@@ -1,11 +1,14 @@
-"""Which path a piece takes: straight into D's blocks, or packed, through a staging slot. By what each would cost."""
+"""Which path a piece takes: straight into D's blocks, or packed, through a staging slot. By what each would cost.
+
+Where D's cache can be mapped (`peer`), nothing is faster for any block table, and nothing has to be compared.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-Path = Literal["auto", "direct", "staged"]
+Path = Literal["auto", "direct", "staged", "peer"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ def draw_spec(random: Random, role: str, mood: str, staged: bool) -> EngineSpec:
         forward_s=(1e-3 if mood == "crowded" else 2e-4, random.choice([2e-3, 1e-2])),
         pause_s=random.choice([1e-4, 1e-3, 2e-2] if mood != "crowded" else [1e-3, 2e-2]),
         # Who takes only staged transfers must not be sent to by who cannot stage.
-        path=random.choice(["staged", "auto"] if staged else ["direct", "auto"]),
+        path=random.choice(["staged", "auto"] if staged else ["direct", "auto", "peer"]),
         quarantine_max_blocks=random.choice([0, 1, 6]),
     )
 

@@ -1,4 +1,4 @@
-"""A packer over arrays, in virtual time: a launched copy ends later, whether its process is stopped or not."""
+"""Kernels over arrays, in virtual time: a launched copy ends later, whether its process is stopped or not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from kvpush.plan.geometry import CacheGeometry
+from kvpush.plan.runs import plan_runs
 from kvpush.transport.fabric import MemoryFabric
+from kvpush.transport.memory import MemoryWrite
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -90,3 +93,54 @@ class ArrayPacker:
 
         fabric.after(self._free_s - fabric.now_s, end)
         return event
+
+
+class ArrayPeer:
+    """Stores blocks of one agent's cache into another's. mine, theirs: where both caches are.
+
+    on_copy(blocks, peer_blocks, handle): told of each launch; the handle says later that it has landed.
+    """
+
+    def __init__(
+        self,
+        fabric: MemoryFabric,
+        agent: str,
+        peer: str,
+        mine: CacheGeometry,
+        theirs: CacheGeometry,
+        copy_s: tuple[float, float],
+        on_copy: Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64], MemoryWrite], None] | None = None,
+    ) -> None:
+        self._fabric = fabric
+        self._agent, self._peer = agent, peer
+        self._mine, self._theirs = mine, theirs
+        self._copy_s = copy_s
+        self._on_copy = on_copy
+        self.open = 0
+        self.closed = False
+
+    def copy(self, blocks: npt.NDArray[np.int64], peer_blocks: npt.NDArray[np.int64]) -> Copying:
+        assert not self.closed
+        tokens = len(blocks) * self._mine.block_size
+        runs = plan_runs(self._mine, blocks, self._theirs, peer_blocks, 0, tokens)
+        event, handle, fabric = Copying(), MemoryWrite(self._peer, b""), self._fabric
+        if self._on_copy is not None:
+            self._on_copy(blocks, peer_blocks, handle)
+        self.open += 1
+
+        def end() -> None:
+            self.open -= 1
+            if fabric.state(self._agent) == "killed":
+                return
+            if fabric.state(self._peer) != "killed":
+                columns = (runs.src.tolist(), runs.dst.tolist(), runs.length.tolist())
+                fabric.land(self._agent, self._peer, list(zip(*columns, strict=True)))
+            handle._landed = event.passed = True
+            fabric.wake(self._agent)
+
+        fabric.after(fabric.draw_s(self._copy_s), end)
+        return event
+
+    def close(self) -> None:
+        assert not self.open
+        self.closed = True

@@ -7,9 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvpush.plan.paths import PathCosts
-from kvpush.sim.packing import ArrayPacker
+from kvpush.plan.runs import Ints
+from kvpush.sim.packing import ArrayPacker, ArrayPeer
+from kvpush.sim.transport import Flight
+from kvpush.transfer.dialer import Answer
+from kvpush.transfer.packing.peer import PeerRegion
 from kvpush.transfer.staging import Staging, StagingArea
 from kvpush.transport.base import Region
+from kvpush.transport.memory import MemoryWrite
 
 if TYPE_CHECKING:
     from kvpush.sim.worker import Worker
@@ -18,6 +23,24 @@ NUM_SLOTS = 20
 BLOCKS_PER_SLOT = 2
 COSTS = PathCosts(0.0, 1e-3, 1e12, 2.5e-3, 1e-4, 1e12)
 """Three runs and more are packed, fewer go directly."""
+
+
+PEER_REGION = PeerRegion(1, 1, bytes(64), 0, bytes(16), "simulated")
+"""Says that a cache can be mapped; how is the model's business."""
+
+
+def make_peer(worker: Worker, answer: Answer) -> ArrayPeer:
+    """The cache of another rank, for kernels of this one. What they do is watched like writes."""
+    fabric, referee = worker.world.fabric, worker.world.referee
+    copy_s = (1e-6, fabric.random.choice([1e-4, 5e-3, 0.05]))
+
+    def on_copy(blocks: Ints, peer_blocks: Ints, handle: MemoryWrite) -> None:
+        sources, targets = frozenset(blocks.tolist()), frozenset(peer_blocks.tolist())
+        referee.seen["stored by a kernel"] += 1
+        referee.on_post(Flight(worker.agent, answer.agent, sources, targets, handle, fabric.now_s))
+
+    mine, theirs = worker.answer.geometry, answer.geometry
+    return ArrayPeer(fabric, worker.agent, answer.agent, mine, theirs, copy_s, on_copy)
 
 
 def make_staging(worker: Worker) -> Staging:

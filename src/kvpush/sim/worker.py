@@ -17,8 +17,9 @@ from kvpush.protocol.ids import AgentName, PeerAddress, RequestId
 from kvpush.sim.content import LAYERS
 from kvpush.sim.hashing import LateHasher
 from kvpush.sim.network import SimDialer, SimProver
+from kvpush.sim.packing import ArrayPeer
 from kvpush.sim.request import BLOCK
-from kvpush.sim.staging import COSTS, make_staging
+from kvpush.sim.staging import COSTS, PEER_REGION, make_peer, make_staging
 from kvpush.sim.step import Entry, Step
 from kvpush.sim.timing import PREEMPT_WAIT_S, TICK_S, TIMING
 from kvpush.sim.transport import WatchedTransport
@@ -26,6 +27,8 @@ from kvpush.transfer.commands import Command, Fetch, Preempt
 from kvpush.transfer.core import CoreConfig, TransferCore
 from kvpush.transfer.dialer import Answer
 from kvpush.transfer.fence import Fence
+from kvpush.transfer.packing.base import PeerUnavailable
+from kvpush.transfer.packing.peer import PeerRegion
 from kvpush.transfer.pieces import PathConfig
 from kvpush.transfer.reports import Reports
 from kvpush.transfer.results import Result
@@ -83,14 +86,14 @@ class Worker:
             block_size=BLOCK,
         )
         self.transport.register([Region(self.base, self.memory.nbytes)])
-        self.staging = None if self.spec.path == "direct" else make_staging(self)
+        self.staging = make_staging(self) if self.spec.path in ("staged", "auto") else None
         area = None if self.staging is None else self.staging.receive
         process = ProcessIdentity(host_id=self.world.machine(engine.host), pid=pid, pid_start=pid)
-        self.answer = Answer(engine.engine_id, agent, self.transport.metadata(), geometry, process, area)
+        self.answer = Answer(engine.engine_id, agent, self.transport.metadata(), geometry, process, area, self._peer())
         config = CoreConfig(
             PeerAddress(engine.host, PORT, 0, tp_rank), geometry, TIMING,
             hasher=LateHasher(self.memory) if self.spec.integrity else None, stream=self.spec.stream,
-            paths=PathConfig(self.spec.path, COSTS, self.staging),
+            paths=PathConfig(self.spec.path, COSTS, self.staging, self._map, background=False),
             quarantine_max_blocks=self.spec.quarantine_max_blocks,
         )  # fmt: skip
         dialer = SimDialer(self.world, agent, self.look)
@@ -106,6 +109,15 @@ class Worker:
         self._forward_end_s = 0.0
         self._look_at_s = float("inf")
         self._tick_at_s = 0.0
+
+    def _peer(self) -> tuple[PeerRegion, ...]:
+        """Caches on GPUs can be mapped by those of the same machine."""
+        return (PEER_REGION,) if self.spec.gpu and self.spec.path in ("auto", "peer") else ()
+
+    def _map(self, answer: Answer) -> ArrayPeer:
+        if not self.spec.gpu or answer.process.host_id != self.world.machine(self.engine.host):
+            raise PeerUnavailable("it is somewhere else")
+        return make_peer(self, answer)
 
     @property
     def running(self) -> bool:

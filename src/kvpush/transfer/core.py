@@ -187,7 +187,7 @@ class TransferCore:
     def close(self) -> None:
         """Ends everything that belongs to the core, whatever goes wrong with one part of it."""
         with ExitStack() as stack:
-            for part in (self._transport, self._prover, self._dialer):
+            for part in (self._transport, self._prover, self._dialer, self._producer_side):
                 stack.callback(part.close)
             if self._hasher is not None:
                 stack.callback(self._hasher.close)

@@ -13,6 +13,7 @@ import msgspec
 from kvpush.plan.geometry import CacheGeometry
 from kvpush.protocol.ids import PeerAddress
 from kvpush.transfer.addresses import AddressRefused, AllowList
+from kvpush.transfer.packing.peer import PeerRegion
 from kvpush.transfer.sidechannel import EngineInfo, HandshakeError, ProcessIdentity, check_compatible, query_peer
 from kvpush.transfer.sight import Sight
 from kvpush.transfer.staging.area import StagingArea
@@ -30,6 +31,7 @@ class Answer:
     geometry: CacheGeometry
     process: ProcessIdentity
     staging: StagingArea | None = None
+    peer: tuple[PeerRegion, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,7 @@ class SideChannelDialer:
         staging = msgspec.msgpack.decode(found.rank.staging, type=StagingArea) if found.rank.staging else None
         if self._sight is not None:
             self._sight.see(found.rank.process)
+        peer = msgspec.msgpack.decode(found.rank.peer, type=tuple[PeerRegion, ...]) if found.rank.peer else ()
         return Answer(
-            found.engine.engine_id, found.rank.agent, found.rank.metadata, geometry, found.rank.process, staging
+            found.engine.engine_id, found.rank.agent, found.rank.metadata, geometry, found.rank.process, staging, peer
         )

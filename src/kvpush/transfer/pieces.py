@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,20 +20,25 @@ from kvpush.transfer.counters import Counters
 from kvpush.transfer.dialer import Answer
 from kvpush.transfer.fence import Fence
 from kvpush.transfer.integrity import Digester, PieceHashing
+from kvpush.transfer.packing.base import PackingError, packed_block_bytes
+from kvpush.transfer.peer_caches import OpenPeer, PeerCaches
 from kvpush.transfer.staging.memory import Staging
 from kvpush.transfer.staging.outcomes import Outcome
 from kvpush.transfer.staging.stager import Digest, Stager
-from kvpush.transfer.writer import Landed, PieceRefused, PieceWriter, Plan, whole_blocks
+from kvpush.transfer.writer import Landed, PieceCost, PieceRefused, PieceWriter, Plan, whole_blocks
 from kvpush.transport.base import Transport
 
 
 @dataclass(frozen=True, slots=True)
 class PathConfig:
-    """path: what the user wants. costs: what `auto` decides by. staging: None where there is none."""
+    """path: what the user wants; `peer` is as `auto`, and says why where no cache can be mapped. costs: what `auto`
+    decides by. staging, open_peer: None where there is none. background: whether mapping may take a thread."""
 
     path: Path
     costs: PathCosts
     staging: Staging | None = None
+    open_peer: OpenPeer | None = None
+    background: bool = True
 
 
 DIRECT = PathConfig("direct", GPU_COSTS)
@@ -60,6 +66,9 @@ class Pieces:
         self._counters = counters
         self._writer = PieceWriter(transport, cache)
         self._tables: dict[SendKey, tuple[int, Ints]] = {}  # of live sends: (attempt, the consumer's block table)
+        self._peers: PeerCaches | None = None
+        if config.open_peer is not None and config.path in ("auto", "peer"):
+            self._peers = PeerCaches(config.open_peer, background=config.background)
         self._stager: Stager | None = None
         if config.staging is not None and config.staging.send is not None:
             self._stager = Stager(
@@ -73,7 +82,21 @@ class Pieces:
 
     @property
     def idle(self) -> bool:
-        return not len(self._writer) and (self._stager is None or not self._stager.busy)
+        return not len(self) and (self._stager is None or not self._stager.busy)
+
+    def meet(self, agent: AgentName, answer: Answer | None) -> None:
+        """A consumer is connected."""
+        if self._peers is not None and answer is not None:
+            self._peers.meet(agent, answer)
+
+    def drop(self, agent: AgentName) -> None:
+        """Its connection is gone."""
+        if self._peers is not None:
+            self._peers.drop(agent)
+
+    def close(self) -> None:
+        if self._peers is not None:
+            self._peers.close()
 
     def post(
         self, piece: WritePiece, send: Send, answer: Answer, source: list[int], now_s: float, *, stable_tail: bool
@@ -84,6 +107,9 @@ class Pieces:
         """
         digest = partial(self._digest, piece, source, stable_tail)
         direct, target = send.registration.direct, answer.geometry
+        if self._peers is not None and direct and self._peers.ready(piece.agent):
+            self._store(self._peers, piece, send, target, source, digest, now_s)
+            return
         stager = self._stager if answer.staging is not None and self._path != "direct" else None
         if stager is not None and direct and not stager.granted(piece.agent):
             stager = None  # the grant has not come yet
@@ -102,6 +128,8 @@ class Pieces:
     def poll(self, now_s: float) -> list[Landed | Outcome]:
         """What has become of pieces since the last call, in order."""
         ended: list[Landed | Outcome] = [*self._writer.poll(now_s, self._awaits_digest)]
+        if self._peers is not None:
+            self._peers.sweep(self._writer.writes_to)
         if self._stager is not None:
             ended += self._stager.poll(now_s)
         return ended
@@ -135,6 +163,44 @@ class Pieces:
         staged_s = self._costs.staged(num_bytes, parts, stager.queued_bytes)
         return staged_s < self._costs.direct(len(plan.runs), num_bytes)
 
+    def _store(
+        self,
+        peers: PeerCaches,
+        piece: WritePiece,
+        send: Send,
+        target: CacheGeometry,
+        source: list[int],
+        digest: Digest,
+        now_s: float,
+    ) -> None:
+        size = self._cache.block_size
+        blocks, first, end = self._blocks(piece, source)
+        table = self._table(piece, send, target)
+        if len(table) < end // size:
+            raise PieceRefused(f"{len(table)} blocks are registered, {end // size} are needed")
+        start_s = time.perf_counter()
+        try:
+            event = peers.copy(piece.agent, blocks, table[first // size : end // size])
+        except (PackingError, ValueError) as error:
+            raise PieceRefused(str(error)) from None
+        took_s = time.perf_counter() - start_s
+        cost = PieceCost(num_runs=1, plan_s=0.0, post_s=took_s, cpu_s=took_s)
+        num_bytes = len(blocks) * packed_block_bytes(self._cache)
+        self._writer.follow(piece, event, num_bytes, cost, now_s, partial(digest, piece.first_token, piece.end_token))
+        self._counters.add("pieces", "peer")
+
+    def _blocks(self, piece: WritePiece, source: list[int]) -> tuple[Ints, int, int]:
+        """The blocks at P that hold a piece, and the tokens that they begin and end with. Raises PieceRefused."""
+        size = self._cache.block_size
+        try:
+            first, end = whole_blocks(piece.first_token, piece.end_token, size)
+        except ValueError as error:
+            raise PieceRefused(str(error)) from None
+        blocks = np.array(source[first // size : end // size], dtype=np.int64)
+        if len(blocks) < (end - first) // size:
+            raise PieceRefused(f"{len(blocks)} blocks for tokens {first} to {end}")
+        return blocks, first, end
+
     def _stage(
         self,
         stager: Stager,
@@ -149,11 +215,8 @@ class Pieces:
         size = self._cache.block_size
         if not alike(self._cache, answer.geometry):
             raise PieceRefused("the caches differ in layout, so that blocks cannot be packed")
+        blocks, _, _ = self._blocks(piece, source)
         try:
-            first, end = whole_blocks(piece.first_token, piece.end_token, size)
-            blocks = np.array(source[first // size : end // size], dtype=np.int64)
-            if len(blocks) < (end - first) // size:
-                raise ValueError(f"{len(blocks)} blocks for tokens {first} to {end}")
             address = send.registration.address
             stager.start(piece, blocks, answer.staging, address, size, digest, now_s)
         except ValueError as error:

@@ -173,6 +173,9 @@ class ProducerSide:
         for outcome in self._pieces.poll(now_s):
             self._on_outcome(outcome, now_s)
 
+    def close(self) -> None:
+        self._pieces.close()
+
     def tick(self, now_s: float) -> None:
         self._run(self._producer.on_tick(now_s), now_s)
         for agent, address, message in self._pieces.overdue(now_s):
@@ -189,8 +192,10 @@ class ProducerSide:
     def on_connection(self, event: ConnectionEvent, now_s: float) -> None:
         match event:
             case Connected():
+                self._pieces.meet(event.agent, self._connections.answer(event.agent))
                 self._run(self._producer.on_connected(event.agent, now_s), now_s)
             case Unreachable() | Disconnected():
+                self._pieces.drop(event.agent)
                 reason = event.reason.split(":")[0]
                 self._run(self._producer.on_unreachable(event.agent, reason, now_s), now_s)
 

@@ -12,9 +12,11 @@ from kvpush.plan.block_table import decode_blocks
 from kvpush.plan.geometry import CacheGeometry
 from kvpush.plan.runs import Ints, Runs, plan_runs
 from kvpush.protocol.actions import WritePiece
+from kvpush.protocol.ids import AgentName
 from kvpush.protocol.messages import PieceDigest
 from kvpush.protocol.rendezvous import Registration
 from kvpush.transfer.integrity import PieceHashing
+from kvpush.transfer.sources import PASSED, Event
 from kvpush.transport.base import Transport, TransportError, WriteHandle
 
 
@@ -68,11 +70,14 @@ class Landed:
 
 @dataclass(slots=True)
 class _InFlight:
+    """A write of the transport's (handle), or a kernel's stores (event)."""
+
     piece: WritePiece
-    handle: WriteHandle
+    handle: WriteHandle | None
     num_bytes: int
     cost: PieceCost
     posted_s: float
+    event: Event = PASSED
     hashing: PieceHashing | None = None
     landed_s: float | None = None
 
@@ -148,6 +153,33 @@ class PieceWriter:
         # Behind the post: the bytes are the same, and they leave first.
         write.hashing = digest()
 
+    def follow(
+        self,
+        piece: WritePiece,
+        event: Event,
+        num_bytes: int,
+        cost: PieceCost,
+        now_s: float,
+        digest: Callable[[], PieceHashing | None] = lambda: None,
+    ) -> None:
+        """Watches a piece that a kernel stores. event: passes when every byte is in place; digest: as for `post`."""
+        write = _InFlight(piece, None, num_bytes, cost, now_s, event=event)
+        self._in_flight.append(write)
+        write.hashing = digest()
+
+    def writes_to(self, agent: AgentName) -> bool:
+        """Something is in flight to this incarnation."""
+        return any(write.piece.agent == agent for write in self._in_flight)
+
+    def _landed(self, write: _InFlight) -> bool:
+        """Whether every byte is in place. Raises TransportError as `Transport.done`."""
+        if write.handle is not None:
+            return self._transport.done(write.handle)
+        try:
+            return write.event.query()
+        except RuntimeError as error:
+            raise TransportError(f"the device has failed: {error}", may_land=True) from error
+
     def poll(self, now_s: float, awaited: Callable[[WritePiece, float], bool] = lambda _, __: True) -> list[Landed]:
         """The pieces that have ended since the last call; their handles are released.
 
@@ -161,12 +193,13 @@ class PieceWriter:
             error, may_land = "", False
             if write.landed_s is None:
                 try:
-                    if not self._transport.done(write.handle):
+                    if not self._landed(write):
                         open_writes.append(write)
                         continue
                 except TransportError as failure:
                     error, may_land = str(failure) or "write failed", failure.may_land
-                self._transport.release(write.handle)
+                if write.handle is not None:
+                    self._transport.release(write.handle)
                 write.landed_s = now_s
             digest, hashing = None, write.hashing
             if hashing is not None and hashing.done() and not error:

@@ -43,12 +43,13 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     for it; default one block. preempt_wait_s: how long P may wait for writes before it takes blocks back.
     quarantine_max_blocks: with more blocks in quarantine D is unhealthy and loads nothing; by default a quarter of the
     pool, 0 sets no limit. path: how KV travels: `direct` (P writes into D's blocks), `staged` (packed, by way of slots
-    of D's; what fails then leaves nothing in quarantine) or `auto`, whichever is faster. staging_bytes: memory for that
-    on each device and for each role; default 512 MiB on GPUs, 64 MiB on the CPU. staging_slots: into how many slots D
-    divides it; the first prefill rank that writes to D gets three quarters of them, the next one three quarters of the
-    rest, and so on; who finds none left writes directly, or, where D takes staged transfers only, fails them.
-    trace_file: gets a line of JSON for each transfer that has ended; engines of one host may share it. timing: the
-    protocol's bounds; its fields stand beside the others in the configuration.
+    of D's; what fails then leaves nothing in quarantine), `peer` (on one host, a kernel stores into D's blocks;
+    elsewhere as `auto`) or `auto`, whichever is fastest. staging_bytes: memory for that on each device and for each
+    role; default 512 MiB on GPUs, 64 MiB on the CPU. staging_slots: into how many slots D divides it; the first prefill
+    rank that writes to D gets three quarters of them, the next one three quarters of the rest, and so on; who finds
+    none left writes directly, or, where D takes staged transfers only, fails them. trace_file: gets a line of JSON for
+    each transfer that has ended; engines of one host may share it. timing: the protocol's bounds; its fields stand
+    beside the others in the configuration.
     """
 
     side_channel_host: str = "127.0.0.1"

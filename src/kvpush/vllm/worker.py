@@ -40,6 +40,7 @@ from kvpush.vllm.cache import PagedCache
 from kvpush.vllm.config import Options
 from kvpush.vllm.identity import check_cache, check_engine, engine_info, rank_fingerprint
 from kvpush.vllm.metadata import RankMetadata, RankNews, StepMetadata
+from kvpush.vllm.peers import exported, opener
 from kvpush.vllm.staging import build_staging, regions_of
 
 _log = logging.getLogger(__name__)
@@ -100,6 +101,7 @@ class PushWorker:
             host_id=process.host_id,
             staging=b"" if area is None else msgspec.msgpack.encode(area),
             fingerprint=rank_fingerprint(self._vllm_config, self._kv_cache_config),
+            peer=exported(cache, options, consumer=role.is_kv_consumer),
         )
         allowed = AllowList([*options.allowed_hosts, options.side_channel_host])
         config = CoreConfig(
@@ -109,7 +111,12 @@ class PushWorker:
             hasher=BackgroundHasher(cache.hash_blocks, cache.select_device) if options.integrity != "off" else None,
             integrity_share=self._integrity_share(),
             stream=options.stream,
-            paths=PathConfig(options.path, CPU_COSTS if cache.device is None else GPU_COSTS, staging),
+            paths=PathConfig(
+                options.path,
+                CPU_COSTS if cache.device is None else GPU_COSTS,
+                staging,
+                opener(cache, options, process, producer=role.is_kv_producer),
+            ),
             quarantine_max_blocks=options.max_quarantined(self._kv_cache_config.num_blocks),
             clock=time.monotonic,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import transfer_world
 
-PATHS = ("direct", "staged", "auto")
+PATHS = ("direct", "staged", "auto", "peer")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -235,6 +235,7 @@ def test_blocks_of_an_aborted_load_go_to_another_one_only_when_p_is_quiet() -> N
     world.until(lambda: again.ended == ["Received"], 1)
 
 
+@pytest.mark.paths("direct", "staged", "auto")  # a kernel does not wait for the network
 def test_p_gives_the_blocks_of_an_aborted_request_back_although_a_write_hangs() -> None:
     world = World("P", "D", faults=SLOW)
     sent, received = _streaming(world)

@@ -46,6 +46,7 @@ def test_a_dead_producer_is_proven_gone_soon_and_its_memory_comes_back() -> None
     world.check_idle("D")
 
 
+@pytest.mark.paths("direct", "staged", "auto")  # a kernel does not wait for the network
 def test_a_broken_connection_is_reason_enough_to_ask_for_proof() -> None:
     """D notices at its next message, long before the peer timeout."""
     world = World("P", "D", faults=SLOW)
@@ -215,6 +216,7 @@ def test_a_load_from_nobody_fails_as_soon_as_that_is_known() -> None:
 # D goes
 
 
+@pytest.mark.paths("direct", "staged", "auto")  # a kernel does not wait for the network
 @pytest.mark.parametrize("restarts", [False, True])
 def test_a_dead_consumer_costs_p_nothing_but_its_own_transfer(restarts: bool) -> None:
     world = World("P", "D", faults=SLOW)
@@ -230,6 +232,7 @@ def test_a_dead_consumer_costs_p_nothing_but_its_own_transfer(restarts: bool) ->
     assert len(world["P"].free) == 31
 
 
+@pytest.mark.paths("direct", "staged", "auto")  # a kernel does not wait for the network
 def test_a_stopped_consumer_does_not_stop_p() -> None:
     world = World("P", "D", faults=SLOW)
     sent, received = _writing(world)
@@ -288,6 +291,7 @@ def test_a_cut_before_the_first_byte_is_survived_by_registering_again() -> None:
     world.check_idle()
 
 
+@pytest.mark.paths("direct", "staged", "auto")  # a kernel does not wait for the network
 @pytest.mark.parametrize("seed", range(5))
 def test_messages_that_get_lost_or_come_twice_change_nothing(seed: int) -> None:
     world = World("P", "D", seed=seed, faults=Faults(drop=0.3, duplicate=0.3))

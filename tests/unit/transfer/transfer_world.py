@@ -19,11 +19,12 @@ from kvpush.protocol.ids import AgentName, PeerAddress, RequestId, SendKey, Tran
 from kvpush.protocol.prompt import PromptIdentity, prompt_identity
 from kvpush.protocol.timing import Timing
 from kvpush.sim.hashing import LateHasher
-from kvpush.sim.packing import ArrayPacker
+from kvpush.sim.packing import ArrayPacker, ArrayPeer
 from kvpush.transfer import commands
 from kvpush.transfer.core import CoreConfig, TransferCore
 from kvpush.transfer.dialer import Answer, Dialed
 from kvpush.transfer.fence import Fence
+from kvpush.transfer.packing.peer import PeerRegion
 from kvpush.transfer.pieces import PathConfig
 from kvpush.transfer.results import LoadFailed, Received, Released, Sent
 from kvpush.transfer.sidechannel import ProcessIdentity
@@ -37,6 +38,7 @@ SLOT = HEADS * WIDTH
 NUM_SLOTS = 3
 COSTS = PathCosts(0.0, 1e-3, 1e9, 1e-3, 1e-4, 1e9)
 """Two runs are better packed."""
+PEER_REGION = PeerRegion(1, 1, bytes(64), 0, bytes(16), "simulated")
 TIMING = Timing(
     rendezvous_timeout_s=3.0,
     unclaimed_timeout_s=5.0,
@@ -131,14 +133,15 @@ class Engine:
         self.transport.register([Region(base, self.memory.nbytes)])
         self.base = base
         self.fence = Fence()
-        self.staging = None if path == "direct" else self._staging()
+        self.path = path
+        self.staging = None if path in ("direct", "peer") else self._staging()
         config = CoreConfig(
             sender=self.address,
             cache=self.geometry,
             timing=TIMING,
             hasher=LateHasher(self.memory) if integrity else None,
             stream=stream,
-            paths=PathConfig(path, COSTS, self.staging),
+            paths=PathConfig(path, COSTS, self.staging, self._map if path == "peer" else None, background=False),
             quarantine_max_blocks=quarantine_max_blocks,
         )
         self.dialer = Dialing(world)
@@ -151,11 +154,19 @@ class Engine:
     def answer(self) -> Answer:
         process = ProcessIdentity(host_id=self.host, pid=1, pid_start=1)
         area = None if self.staging is None else self.staging.receive
-        return Answer(self.engine_id, self.agent, self.transport.metadata(), self.geometry, process, area)
+        peer = (PEER_REGION,) if self.path == "peer" else ()
+        return Answer(self.engine_id, self.agent, self.transport.metadata(), self.geometry, process, area, peer)
 
     @property
     def running(self) -> bool:
         return self.world.fabric.state(self.agent) == "running"
+
+    def _map(self, answer: Answer) -> ArrayPeer:
+        peer = ArrayPeer(
+            self.world.fabric, self.agent, answer.agent, self.geometry, answer.geometry, self.world.copy_s
+        )  # fmt: skip
+        self.world.mapped.append(peer)
+        return peer
 
     def _staging(self) -> Staging:
         """Slots of two blocks each: most pieces need more than one."""
@@ -280,6 +291,7 @@ class World:
         self.dial_s = 0.002
         self.num_landed = 0
         self.copy_s = (1e-5, 1e-4)
+        self.mapped: list[ArrayPeer] = []
         for host in hosts:
             self.start(host, **options)
 

@@ -53,9 +53,10 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One worker process of an engine.
 
     agent: its name in the transport, unique per incarnation. metadata: what the transport needs to reach its memory.
-    geometry: its paged KV cache; staging: its staging slots, empty if it has none; both opaque here. host_id, pid,
-    pid_start: its process. The host is the rank's own and not the engine's, because an engine's ranks may run on
-    several machines. fingerprint: as the engine's, of what is known only where the model runs.
+    geometry: its paged KV cache; staging: its staging slots; peer: how its cache can be mapped. All opaque here, the
+    latter two empty if there are none. host_id, pid, pid_start: its process. The host is the rank's own and not the
+    engine's, because an engine's ranks may run on several machines. fingerprint: as the engine's, of what is known only
+    where the model runs.
     """
 
     pp_rank: RankNumber
@@ -68,6 +69,7 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     host_id: Text
     staging: Annotated[bytes, msgspec.Meta(max_length=256)] = b""
     fingerprint: Annotated[dict[Text, Text], msgspec.Meta(max_length=64)] = {}
+    peer: Annotated[bytes, msgspec.Meta(max_length=512 * 1024)] = b""
 
     @property
     def process(self) -> ProcessIdentity:
