@@ -32,7 +32,7 @@ class NoTransport:
 @pytest.fixture
 def sides(monkeypatch: pytest.MonkeyPatch) -> tuple[Side, Side]:
     monkeypatch.setattr("kvpush.bench.transfer_side.NixlTransport", NoTransport)
-    source, target = Side("source", SHAPE, None, 0), Side("target", SHAPE, None, 0)
+    source, target = Side("source", SHAPE, None, 0, 1 << 20), Side("target", SHAPE, None, 0, 1 << 20)
     target.wipe(SEED)
     source.fill(SOURCE_BLOCKS, SEED)
     for region in range(SHAPE.regions):
