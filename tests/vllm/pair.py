@@ -75,7 +75,7 @@ class Pair:
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "transfer_id": transfer_id,
-            "remote_host": "127.0.0.1",
+            "remote_host": self.prefill.spec.connector_options.get("side_channel_host", "127.0.0.1"),
             "remote_port": self.prefill.spec.side_channel_port,
             "transfer_mode": "push",
             "kvpush_consumers": consumers,
