@@ -14,24 +14,8 @@ from fake_engine import TIMING, World
 from fake_scheduler import BLOCK, Request, Status, next_token
 
 from kvpush.transport.memory import Faults
-from kvpush.vllm import scheduler as scheduler_module
 
-pytestmark = pytest.mark.unit
-
-
-class NoSideChannel:
-    """The fake dialer answers in its place."""
-
-    def __init__(self, *args: object) -> None: ...
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-
-@pytest.fixture(autouse=True)
-def _no_side_channel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_module, "SideChannelServer", NoSideChannel)
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("no_side_channel")]
 
 
 class Walk:
