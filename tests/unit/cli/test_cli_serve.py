@@ -127,7 +127,10 @@ def test_benchmarks_are_passed_their_arguments() -> None:
     shown = kvpush("bench", "serve", "--help")
     assert shown.returncode == 0
     assert "--connectors" in shown.stdout
-    assert the_error(kvpush("bench"), 1) == "which benchmark?; serve or compare or transfer or plan or summary or figures or results"
+    assert (
+        the_error(kvpush("bench"), 1)
+        == "which benchmark?; serve or compare or transfer or plan or summary or figures or results"
+    )
     assert the_error(kvpush("bench", "speed"), 1).startswith("there is no benchmark 'speed'")
 
 
